@@ -1,0 +1,1 @@
+"""Launch: executors onto nodes and processes."""

@@ -1,0 +1,1 @@
+"""megarl: asynchronous reinforcement learning of language models on Megatron-Core and vLLM."""

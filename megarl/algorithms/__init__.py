@@ -1,0 +1,1 @@
+"""Algorithms: losses, advantages and KL estimators as pure functions of tensors."""

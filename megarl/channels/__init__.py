@@ -1,0 +1,1 @@
+"""Channels: directed, named edges over which executors exchange messages."""

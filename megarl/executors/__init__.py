@@ -1,0 +1,1 @@
+"""Executors: one role (trainer, generator, reward) on one set of ranks."""

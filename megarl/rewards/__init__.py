@@ -1,0 +1,1 @@
+"""Rewards: scoring functions given by import path, run in killable processes."""

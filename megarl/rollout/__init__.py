@@ -1,0 +1,1 @@
+"""Rollouts: how prompts become trajectories, and the engine that samples them."""

@@ -1,0 +1,13 @@
+"""The errors of the bridge."""
+
+
+class BridgeError(Exception):
+    """Base of every error that the bridge raises on purpose."""
+
+
+class ConversionError(BridgeError, ValueError):
+    """A checkpoint or model configuration that does not fit: names tensor, file and shapes."""
+
+
+class PlanError(BridgeError, ValueError):
+    """A layout that cannot be planned, or a plan that fails its proof."""

@@ -1,0 +1,1 @@
+"""Layouts: (model spec, parallel layout, rank) -> local parameters and shards."""

@@ -1,0 +1,1 @@
+"""Model families as tables of canonical tensors."""

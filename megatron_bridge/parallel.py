@@ -1,0 +1,76 @@
+"""Parallel layouts of the two worlds, and where each rank stands in them; no torch.
+
+Megatron numbers its ranks with tensor parallelism fastest, then context, data and pipeline
+(``initialize_model_parallel``'s default order "tp-cp-ep-dp-pp"; ep lies inside dp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerCoordinate:
+    """Where one trainer rank stands."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerLayout:
+    """How the trainer's ranks divide the model and the batch."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1  # model chunks a pipeline rank holds (interleaved schedule)
+    sequence_parallel: bool = False
+    num_layers_in_first_stage: int | None = None  # uneven pipelines
+    num_layers_in_last_stage: int | None = None
+    vocab_divisor: int = 128  # the vocabulary is padded to a multiple of this times tp
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.tp * self.cp * self.pp
+
+    def coordinate(self, rank: int) -> TrainerCoordinate:
+        """Return the place of executor-world rank ``rank``."""
+        tp, rest = rank % self.tp, rank // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        return TrainerCoordinate(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp)
+
+    def rank_of(self, at: TrainerCoordinate) -> int:
+        """Return the executor-world rank that stands at ``at``."""
+        return at.tp + self.tp * (at.cp + self.cp * (at.dp + self.dp * at.pp))
+
+    def data_parallel_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return, for each data-parallel index, all ranks that train on the same part of a batch.
+
+        The first rank of each is its head.
+        """
+        groups: list[list[int]] = [[] for _ in range(self.dp)]
+        for rank in range(self.world_size):
+            groups[self.coordinate(rank).dp].append(rank)
+        return tuple(tuple(group) for group in groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorLayout:
+    """How the generator's ranks divide: ``replicas`` engines of ``tp`` ranks each."""
+
+    tp: int = 1
+    replicas: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.replicas

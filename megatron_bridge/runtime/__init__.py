@@ -1,0 +1,1 @@
+"""The only importers of megatron.core: initialisation, model, training, log-probabilities."""
