@@ -69,7 +69,8 @@ class TrainBatch(Message):
     logprobs: Tensor  # [T] float32, log mu
     advantages: Tensor  # [T] float32
     versions: Tensor  # [T] int64, -1 where the token was not sampled
-    num_loss_tokens: Tensor  # [1] int64, of the whole batch over all data-parallel ranks
+    micro_batches: Tensor  # [B] int64, the micro-batch that holds the sequence
+    num_micro_batches: Tensor  # [1] int64, the same on every data-parallel rank
 
     def __post_init__(self) -> None:
         columns = {
@@ -107,6 +108,13 @@ class Control(Message):
     """What every executor must decide alike at the head of a tick."""
 
     stop: Tensor  # [1] int64, 1: save and end after this tick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion(Message):
+    """Which weights a WEIGHTS channel carries: the number of optimizer steps behind them."""
+
+    version: Tensor  # [1] int64
 
 
 def field_tensors(message: Message) -> list[Tensor]:

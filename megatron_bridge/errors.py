@@ -11,3 +11,11 @@ class ConversionError(BridgeError, ValueError):
 
 class PlanError(BridgeError, ValueError):
     """A layout that cannot be planned, or a plan that fails its proof."""
+
+
+class LayoutError(BridgeError, ValueError):
+    """A parallel layout that this machine, or this model, cannot run."""
+
+
+class TrainingError(BridgeError, ArithmeticError):
+    """A training step that must not be taken: its gradients are not finite."""

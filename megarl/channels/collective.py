@@ -1,0 +1,177 @@
+"""BROADCAST, SCATTER and GATHER over the global world.
+
+Called by the controller in each tick. Data that goes to all ranks of a group travels to the
+group's head and from there by a broadcast within the group, so a sender's load does not grow with
+the trainer's tensor and pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import BroadcastOptions, ProcessGroup
+
+from megarl.channels.base import CommunicationChannel, CommunicationType
+from megarl.channels.wire import HEADER_LENGTH, pack, payload_length, unpack
+from megarl.errors import ChannelError
+from megarl.executors.base import Executor
+from megarl.observe.trace import SpanKind, Tracer
+from megarl.types import Message
+from megarl.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """What a channel is: its name, its ends and what it carries."""
+
+    name: str
+    outbound: str
+    inbound: str
+    message_type: type[Message]
+
+
+class CollectiveChannel(CommunicationChannel):
+    """Common part: this rank's role on the edge, and one message over a point-to-point link."""
+
+    def __init__(self, edge: Edge, index: int, world: World, executor: Executor, tracer: Tracer):
+        """Build the channel; every rank of the global world builds all channels in one order.
+
+        Args:
+            index: position among the run's channels, unique; makes the tags.
+        """
+        self.name, self.outbound, self.inbound = edge.name, edge.outbound, edge.inbound
+        self._type = edge.message_type
+        self._tag = 2 * index
+        self._world, self._executor, self._tracer = world, executor, tracer
+        self._source = world.topology.place(edge.outbound)
+        self._target = world.topology.place(edge.inbound)
+
+    def communicate(self) -> None:
+        if self._world.place.name == self.outbound:
+            self._send_all()
+        elif self._world.place.name == self.inbound:
+            with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
+                messages = self._receive_all()
+            if messages:
+                self._executor.put_input(self.name, messages)
+
+    def _send_all(self) -> None:
+        raise NotImplementedError
+
+    def _receive_all(self) -> Sequence[Message]:
+        raise NotImplementedError
+
+    def _where(self, peer: int) -> str:
+        return f"channel {self.name!r} with {self._world.describe(peer)}"
+
+    def _send(self, message: Message, target: int) -> None:
+        if not isinstance(message, self._type):
+            raise ChannelError(
+                f"channel {self.name!r} carries {self._type.__name__}, got {type(message).__name__}"
+            )
+        for offset, tensor in enumerate(pack(message)):
+            if tensor.numel():
+                work = self._world.control.send([tensor], target, self._tag + offset)
+                self._world.wait(work, f"sending in {self._where(target)}")
+
+    def _receive(self, source: int) -> Message:
+        where = self._where(source)
+        header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+        self._world.wait(self._world.control.recv([header], source, self._tag), f"waiting in {where}")
+        payload = torch.empty(payload_length(header, where), dtype=torch.uint8)
+        if payload.numel():
+            work = self._world.control.recv([payload], source, self._tag + 1)
+            self._world.wait(work, f"waiting in {where}")
+        return unpack(self._type, header, payload, where)
+
+    def _fan_out(self, group: ProcessGroup | None, message: Message | None, root: int) -> Message:
+        """Broadcast the group's first rank's message to all its ranks; all of them enter."""
+        if group is None:
+            assert message is not None
+            return message
+        where = self._where(root)
+        options = BroadcastOptions()
+        options.rootRank = 0
+        header, payload = (
+            pack(message) if message is not None else (torch.empty(HEADER_LENGTH, dtype=torch.int64), None)
+        )
+        self._world.wait(group.broadcast([header], options), f"waiting in {where}")
+        if payload is None:
+            payload = torch.empty(payload_length(header, where), dtype=torch.uint8)
+        if payload.numel():
+            self._world.wait(group.broadcast([payload], options), f"waiting in {where}")
+        return message if message is not None else unpack(self._type, header, payload, where)
+
+
+class BroadcastChannel(CollectiveChannel):
+    """The outbound head's message to every inbound rank."""
+
+    communication_type = CommunicationType.BROADCAST
+
+    def __init__(self, edge: Edge, index: int, world: World, executor: Executor, tracer: Tracer):
+        super().__init__(edge, index, world, executor, tracer)
+        self._root = self._source.heads[0]
+        ranks = (self._root, *self._target.ranks)
+        self._group = world.subgroup(f"broadcast/{edge.name}", ranks)
+
+    def _send_all(self) -> None:
+        if self._world.rank == self._root:
+            (message,) = self._executor.get_output(self.name)
+            with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
+                self._fan_out(self._group, message, self._root)
+
+    def _receive_all(self) -> Sequence[Message]:
+        return (self._fan_out(self._group, None, self._root),)
+
+
+class ScatterChannel(CollectiveChannel):
+    """One message for each inbound group, from the outbound head, to all ranks of that group."""
+
+    communication_type = CommunicationType.SCATTER
+
+    def __init__(self, edge: Edge, index: int, world: World, executor: Executor, tracer: Tracer):
+        super().__init__(edge, index, world, executor, tracer)
+        groups = [
+            world.subgroup(f"scatter/{edge.name}/{number}", ranks)
+            for number, ranks in enumerate(self._target.groups)
+        ]
+        mine = world.rank in self._target.ranks
+        self._group = groups[self._target.group_index(world.rank)] if mine else None
+
+    def _send_all(self) -> None:
+        if self._world.rank != self._source.heads[0]:
+            return
+        messages = self._executor.get_output(self.name)
+        if len(messages) != len(self._target.groups):
+            raise ChannelError(
+                f"channel {self.name!r} scatters to {len(self._target.groups)} groups, "
+                f"got {len(messages)} messages"
+            )
+        with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
+            for message, head in zip(messages, self._target.heads, strict=True):
+                self._send(message, head)
+
+    def _receive_all(self) -> Sequence[Message]:
+        head = self._target.groups[self._target.group_index(self._world.rank)][0]
+        is_head = self._world.rank == head
+        message = self._receive(self._source.heads[0]) if is_head else None
+        return (self._fan_out(self._group, message, head),)
+
+
+class GatherChannel(CollectiveChannel):
+    """One message of each outbound group's head to the inbound head."""
+
+    communication_type = CommunicationType.GATHER
+
+    def _send_all(self) -> None:
+        if self._world.rank in self._source.heads:
+            (message,) = self._executor.get_output(self.name)
+            with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
+                self._send(message, self._target.heads[0])
+
+    def _receive_all(self) -> Sequence[Message]:
+        if self._world.rank != self._target.heads[0]:
+            return ()
+        return tuple(self._receive(head) for head in self._source.heads)

@@ -1,0 +1,72 @@
+"""WEIGHTS: the trainer's parameters into the generators', shard to shard (DDMA).
+
+Called by the controller at the head of a tick. Waiting for the peer (the handshake) and moving
+bytes are separate spans, so that idle time and synchronisation time are never mixed up.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megarl.channels.base import CommunicationChannel, CommunicationType
+from megarl.ddma.engine import WeightSync
+from megarl.observe.trace import SpanKind, Tracer
+
+
+class WeightSource(Protocol):
+    """The trainer's side: says which version it holds."""
+
+    @property
+    def version(self) -> int: ...
+
+
+class WeightTarget(Protocol):
+    """The generator's side: must not sample between the two calls."""
+
+    def begin_update(self) -> None: ...
+
+    def commit_update(self, version: int) -> None: ...
+
+
+class WeightsSendChannel(CommunicationChannel):
+    """The trainer's end."""
+
+    communication_type = CommunicationType.WEIGHTS
+
+    def __init__(self, name: str, sync: WeightSync, source: WeightSource, tracer: Tracer):
+        self.name, self._sync, self._source, self._tracer = name, sync, source, tracer
+
+    def communicate(self) -> None:
+        with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
+            self._sync.handshake(self._source.version)
+        with self._tracer.span("update_weights", SpanKind.SYNC):
+            self._sync.transfer()
+
+
+class WeightsReceiveChannel(CommunicationChannel):
+    """A generator's end."""
+
+    communication_type = CommunicationType.WEIGHTS
+
+    def __init__(self, name: str, sync: WeightSync, target: WeightTarget, tracer: Tracer):
+        self.name, self._sync, self._target, self._tracer = name, sync, target, tracer
+
+    def communicate(self) -> None:
+        with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
+            self._sync.handshake()
+        with self._tracer.span("update_weights", SpanKind.SYNC):
+            self._target.begin_update()
+            self._sync.transfer()
+            self._target.commit_update(self._sync.version)
+
+
+class NoChannel(CommunicationChannel):
+    """The end of an executor that the channel does not concern."""
+
+    communication_type = CommunicationType.WEIGHTS
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def communicate(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,102 @@
+"""Everything about a run that can be refused before an engine starts; imports no engine.
+
+Called by the command line before it starts ranks and by each rank before it joins. Reads the
+model's and the tokenizer's configuration and the rows of the data, never weights.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+
+from megarl.config import Resume, RunConfig
+from megarl.data.rows import check_rows
+from megarl.data.tokenizer_file import check_tokenizer_file
+from megarl.errors import ConfigError
+from megarl.rewards.loading import load_score_function
+from megarl.topology import Topology, eval_topology, rl_topology, sft_topology
+from megatron_bridge.models.checks import check_generator_layout, check_layout
+from megatron_bridge.models.families import load_spec
+
+
+class Command(StrEnum):
+    """What a job does; each is a sub-command of ``megarl``."""
+
+    TRAIN = "train"
+    SFT = "sft"
+    EVAL = "eval"
+
+
+def topology_of(command: Command, config: RunConfig) -> Topology:
+    """Return the executors and ranks that ``command`` needs."""
+    match command:
+        case Command.TRAIN:
+            return rl_topology(config.trainer.layout, config.generator.layout)
+        case Command.SFT:
+            return sft_topology(config.trainer.layout)
+        case Command.EVAL:
+            return eval_topology(config.generator.layout)
+
+
+def check_run(command: Command, config: RunConfig) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        ConfigError, DataError, ConversionError, PlanError: what, got, expected, where.
+    """
+    if not config.model.path:
+        raise ConfigError("model.path is empty; expected a Hugging Face folder")
+    spec = load_spec(Path(config.model.path))
+    if command is not Command.EVAL:
+        check_layout(spec, config.trainer.layout)
+    if command is not Command.SFT:
+        check_generator_layout(spec, config.generator.layout)
+        load_score_function(config.reward.path)
+    check_tokenizer_file(Path(config.model.path), spec.vocab_size)
+    _check_data(command, config, spec.max_positions)
+    _check_folder(command, config)
+
+
+def _check_data(command: Command, config: RunConfig, max_positions: int) -> None:
+    data, rollout = config.data, config.rollout
+    if command is not Command.EVAL:
+        kind = data.response_key if command is Command.SFT else data.answer_key
+        check_rows(Path(data.train_path), data.prompt_key, kind)
+    if command is not Command.SFT:
+        longest = data.max_prompt_length + rollout.max_response_length
+        if longest > max_positions:
+            raise ConfigError(
+                f"data.max_prompt_length {data.max_prompt_length} + rollout.max_response_length "
+                f"{rollout.max_response_length} must fit the model's {max_positions} positions"
+            )
+        if data.eval_path or command is Command.EVAL:
+            check_rows(Path(data.eval_path), data.prompt_key, data.answer_key)
+
+
+def _check_folder(command: Command, config: RunConfig) -> None:
+    used = (config.folder / "metrics.jsonl").is_file()
+    if command is not Command.EVAL and used and config.checkpoint.resume is Resume.NEVER:
+        raise ConfigError(
+            f"{config.folder} holds a run already; give another name=, or checkpoint.resume=auto "
+            "to go on with it"
+        )
+    if not os.access(_nearest_existing(config.folder), os.W_OK):
+        raise ConfigError(f"run folder {config.folder} cannot be written")
+
+
+def _nearest_existing(folder: Path) -> Path:
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def check_world_size(topology: Topology, given: int) -> None:
+    """Refuse a launcher that started another number of ranks than the layouts need.
+
+    Raises:
+        ConfigError: names the ranks of each executor.
+    """
+    if topology.size != given:
+        parts = " + ".join(f"{len(place.ranks)} {place.name}" for place in topology.places)
+        raise ConfigError(
+            f"the layouts need {topology.size} ranks ({parts}), the launcher gave {given}"
+        )

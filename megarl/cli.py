@@ -1,0 +1,104 @@
+"""The command line: ``megarl train | sft | eval | data``.
+
+Checks everything that can be checked before an engine starts, then starts the ranks of this
+machine; where a launcher (torchrun, srun) has set RANK already, it becomes that rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.check import Command, check_run, check_world_size, topology_of
+from megarl.config import RunConfig, load_config, to_yaml
+from megarl.errors import MegarlError
+from megatron_bridge.errors import BridgeError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megarl", description="Asynchronous reinforcement learning of language models."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, text in (
+        (Command.TRAIN, "reinforcement learning"),
+        (Command.SFT, "supervised fine-tuning"),
+        (Command.EVAL, "score a Hugging Face checkpoint on data.eval_path"),
+    ):
+        sub = commands.add_parser(command, help=text)
+        sub.add_argument("config", type=Path, help="YAML file")
+        sub.add_argument("overrides", nargs="*", help="dotted overrides: trainer.lr=1e-4")
+    data = commands.add_parser("data", help="write the built-in arithmetic task and its model")
+    data.add_argument("folder", type=Path)
+    data.add_argument("--seed", type=int, default=0)
+    data.add_argument("--num-train", type=int, default=16384)
+    return parser
+
+
+def _write_data(arguments: argparse.Namespace) -> int:
+    from megarl.data.arithmetic import write_dataset
+    from megarl.data.starting_model import write_starting_model
+
+    write_dataset(arguments.folder, arguments.seed, arguments.num_train)
+    write_starting_model(arguments.folder / "model", arguments.seed)
+    return 0
+
+
+def _run(command: Command, arguments: argparse.Namespace, console: Console) -> int:
+    overrides = tuple(arguments.overrides)
+    config = load_config(arguments.config, overrides)
+    topology = topology_of(command, config)
+    if "RANK" in os.environ:
+        check_world_size(topology, int(os.environ.get("WORLD_SIZE", "1")))
+    check_run(command, config)
+    if "RANK" in os.environ:
+        from megarl.train import main as rank_main
+
+        rank_main([command, str(arguments.config), *overrides])
+    # Not earlier: the checks above must answer before torch has been imported.
+    from launch.local import LocalJob, LocalLauncher
+
+    config.folder.mkdir(parents=True, exist_ok=True)
+    (config.folder / "config.yaml").write_text(to_yaml(config))
+    job = LocalJob(
+        command=command,
+        arguments=(str(arguments.config), *overrides),
+        topology=topology,
+        folder=config.folder,
+        max_steps=config.max_steps,
+    )
+    code = LocalLauncher(job, console).run()
+    if code == 0:
+        _print_result(command, config, console)
+    return code
+
+
+def _print_result(command: Command, config: RunConfig, console: Console) -> None:
+    name = {Command.TRAIN: "summary.json", Command.SFT: "hf/config.json", Command.EVAL: "eval.json"}
+    path = config.folder / name[command]
+    if path.is_file() and command is not Command.SFT:
+        console.print_json(path.read_text())
+    console.print(f"[green]done[/green]: {path}", highlight=False)
+
+
+def main() -> None:
+    """Entry point of the ``megarl`` command."""
+    arguments = _parser().parse_args()
+    console = Console()
+    try:
+        if arguments.command == "data":
+            sys.exit(_write_data(arguments))
+        sys.exit(_run(Command(arguments.command), arguments, console))
+    except (MegarlError, BridgeError) as error:
+        print(f"megarl: {error}", file=sys.stderr)  # noqa: T201 - the command's own voice
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

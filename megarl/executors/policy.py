@@ -1,0 +1,122 @@
+"""The model that learns: Megatron, its optimizer, and its way from and to disk.
+
+Held by the two executors that train (`trainer`, `sft`); every rank of their world has one and
+enters all methods together.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megarl import checkpoint
+from megarl.checkpoint import RunState, StartPoint
+from megarl.config import RunConfig
+from megarl.ddma.export import export_hf
+from megatron_bridge.io.hf import load_hf
+from megatron_bridge.layouts.megatron import megatron_manifest
+from megatron_bridge.models.families import load_spec
+from megatron_bridge.runtime import checkpoint as runtime_checkpoint
+from megatron_bridge.runtime import setup
+from megatron_bridge.runtime.model import MegatronModel, ModelSettings
+from megatron_bridge.runtime.train import MegatronTrainer, OptimizerSettings
+
+logger = logging.getLogger(__name__)
+
+HF_FOLDER = "hf"  # of the run folder: the exported model
+
+
+def optimizer_settings(config: RunConfig) -> OptimizerSettings:
+    """Return the bridge's view of the trainer's configuration."""
+    trainer = config.trainer
+    return OptimizerSettings(
+        lr=trainer.lr,
+        min_lr_ratio=trainer.min_lr_ratio,
+        lr_decay_style=trainer.lr_decay_style,
+        lr_warmup_steps=trainer.lr_warmup_steps,
+        lr_decay_steps=config.max_steps,
+        weight_decay=trainer.weight_decay,
+        adam_beta1=trainer.adam_beta1,
+        adam_beta2=trainer.adam_beta2,
+        adam_eps=trainer.adam_eps,
+        clip_grad=trainer.clip_grad,
+        distributed_optimizer=trainer.distributed_optimizer,
+    )
+
+
+class Policy:
+    """One rank's part of the policy, from the HF folder or from a checkpoint."""
+
+    def __init__(self, config: RunConfig, start: StartPoint, rank: int):
+        """Build on executor-world rank ``rank``; the executor world exists."""
+        layout = config.trainer.layout
+        setup.initialize(layout, config.seed)
+        self._config, self._rank = config, rank
+        self._source = Path(config.model.path)
+        self.spec = load_spec(self._source)
+        self._settings = ModelSettings(
+            dtype=config.model.dtype,
+            recompute=config.trainer.recompute,
+            distributed_optimizer=config.trainer.distributed_optimizer,
+        )
+        self.model = self._load(trainable=True)
+        self.trainer = MegatronTrainer(self.model, optimizer_settings(config))
+        if start.trainer_folder is not None:
+            runtime_checkpoint.load(start.trainer_folder, self.trainer)
+        self.version = self._last_saved = start.step
+
+    def _load(self, *, trainable: bool) -> MegatronModel:
+        layout = self._config.trainer.layout
+        model = MegatronModel(self.spec, layout, self._settings, trainable=trainable)
+        manifest = megatron_manifest(self.spec, layout, self._rank, fused_norms=model.fused_norms)
+        load_hf(self._source, manifest, model.parameters())
+        return model
+
+    def reference(self) -> MegatronModel:
+        """Return a frozen copy of the starting model."""
+        return self._load(trainable=False)
+
+    def save_due(self, *, stopping: bool) -> bool:
+        """Whether this version must be saved: each save_freq-th, the last, and before a stop."""
+        freq = self._config.checkpoint.save_freq
+        due = self.version == self._config.max_steps or stopping
+        due = due or (freq > 0 and self.version % freq == 0)
+        return due and self.version != self._last_saved
+
+    def save(self) -> None:
+        """Write a checkpoint of this version."""
+        folder = checkpoint.checkpoint_folder(self._config.folder, self.version)
+        if self._rank == 0:
+            checkpoint.begin(self._config.folder, self.version)
+        setup.barrier()
+        runtime_checkpoint.save(folder.with_suffix(".tmp") / "trainer", self.trainer)
+        setup.barrier()
+        if self._rank == 0:
+            consumed = self.version * self._config.data.train_batch_size
+            state = RunState(step=self.version, consumed_prompts=consumed, seed=self._config.seed)
+            checkpoint.commit(self._config.folder, state)
+            logger.info("saved %s", folder)
+        self._last_saved = self.version
+
+    def export(self, group: ProcessGroup) -> None:
+        """Write the model as a Hugging Face folder into the run folder."""
+        layout = self._config.trainer.layout
+        manifests = [
+            megatron_manifest(self.spec, layout, rank, fused_norms=self.model.fused_norms)
+            for rank in range(layout.world_size)
+        ]
+        target = self._config.folder / HF_FOLDER
+        export_hf(
+            self.spec, manifests, self._rank, self.model.parameters(), group, self._source, target
+        )
+
+
+def peak_memory_gib() -> float:
+    """Return this rank's peak memory: of the device, or of the process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,207 @@
+"""The trainer executor: one rank of a Megatron-Core world that learns from scored rollouts.
+
+Consumes ``batch`` (its data-parallel part) and ``control``; produces ``weights`` (its live shards)
+and ``metrics``. Steps once for each non-empty batch; its version counts optimizer steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megarl.algorithms.kl import kl_per_token
+from megarl.algorithms.losses import metrics_from_sums, policy_loss
+from megarl.checkpoint import StartPoint
+from megarl.config import Mode, RunConfig
+from megarl.errors import ChannelError
+from megarl.executors.base import Executor
+from megarl.executors.policy import Policy, peak_memory_gib
+from megarl.observe.trace import Tracer
+from megarl.topology import TRAINER
+from megarl.types import Control, Message, MetricValues, PolicyVersion, TrainBatch
+from megatron_bridge.runtime import setup
+from megatron_bridge.runtime.batch import MicroBatch
+from megatron_bridge.runtime.model import MegatronModel
+from megatron_bridge.runtime.train import LossOutputs, StepResult, TokenOutputs
+
+logger = logging.getLogger(__name__)
+
+
+def micro_batches(batch: TrainBatch) -> list[MicroBatch]:
+    """Split a data-parallel rank's part as its ``micro_batches`` column says.
+
+    A micro-batch that got no sequence (other ranks have more) holds one token without loss.
+    """
+    columns = {
+        "loss_mask": batch.loss_mask,
+        "logprobs": batch.logprobs,
+        "advantages": batch.advantages,
+    }
+    device = setup.device()
+    tokens = batch.tokens.split(batch.lengths.tolist())
+    split = {name: column.split(batch.lengths.tolist()) for name, column in columns.items()}
+    result = []
+    for index in range(int(batch.num_micro_batches)):
+        rows = torch.nonzero(batch.micro_batches == index).flatten().tolist()
+        if not rows:
+            one = torch.zeros(1, device=device)
+            dummy = MicroBatch(
+                lengths=torch.ones(1, dtype=torch.int64, device=device),
+                tokens=one.long(),
+                columns=dict.fromkeys(columns, one),
+            )
+            result.append(dummy)
+            continue
+        result.append(
+            MicroBatch(
+                lengths=batch.lengths[rows].to(device),
+                tokens=torch.cat([tokens[row] for row in rows]).to(device),
+                columns={
+                    name: torch.cat([parts[row] for row in rows]).to(device)
+                    for name, parts in split.items()
+                },
+            )
+        )
+    return result
+
+
+class TrainerExecutor(Executor):
+    """One trainer rank; its executor-world rank and the group that exports are given."""
+
+    name = TRAINER
+
+    def __init__(
+        self, config: RunConfig, start: StartPoint, rank: int, group: ProcessGroup, tracer: Tracer
+    ):
+        self._config, self._start, self._rank = config, start, rank
+        self._group, self._tracer = group, tracer
+        self._metrics: dict[str, float] = {}
+        self._batch: TrainBatch | None = None
+        self._reference: MegatronModel | None = None
+        self._tick_began = time.monotonic()
+
+    def init(self) -> None:
+        self.policy = Policy(self._config, self._start, self._rank)
+        if self._config.algorithm.kl_loss_coef > 0:
+            self._reference = self.policy.reference()
+
+    @property
+    def version(self) -> int:
+        return self.policy.version
+
+    def set_step(self, step: int) -> None:
+        self._batch = None
+
+    def get_output(self, channel: str) -> Sequence[Message]:
+        metrics, self._metrics = self._metrics, {}
+        return (MetricValues.from_dict(metrics),)
+
+    def put_input(self, channel: str, messages: Sequence[Message]) -> None:
+        (message,) = messages
+        if isinstance(message, Control):
+            self.stopping = bool(message.stop)
+        elif isinstance(message, TrainBatch):
+            self._batch = message
+        else:
+            raise ChannelError(f"the trainer takes no {type(message).__name__} ({channel!r})")
+
+    def get_model(self) -> Mapping[str, Tensor]:
+        return self.policy.model.parameters()
+
+    def step(self) -> None:
+        """Train on the tick's batch; without one (the pipeline fills or drains) do nothing."""
+        if self._batch is None or not len(self._batch.lengths):
+            self._tracer.drain()
+            return
+        self._require_fresh(self._batch)
+        parts = micro_batches(self._batch)
+        temperature = self._config.rollout.temperature
+        with self._tracer.span("update_actor"):
+            if self._reference is not None:
+                parts = self._with_reference(parts, self._reference, temperature)
+            result = self.policy.trainer.train_step(
+                parts, self._loss, temperature=temperature, entropy=True
+            )
+        self.policy.version += 1
+        self._metrics = self._step_metrics(result)
+        logger.info("step %d: loss %.5f, grad norm %.4f", self.version, result.loss, result.grad_norm)
+
+    def _require_fresh(self, batch: TrainBatch) -> None:
+        """Assert the staleness bound where tokens are consumed."""
+        bound = 0 if self._config.mode is Mode.SYNC else 1
+        sampled = batch.versions[batch.loss_mask > 0]
+        if len(sampled) and not self.version - bound <= int(sampled.min()) <= self.version:
+            raise ChannelError(
+                f"batch with tokens of version {int(sampled.min())} at version {self.version}: "
+                f"more than {bound} old"
+            )
+
+    def _with_reference(
+        self, parts: Sequence[MicroBatch], reference: MegatronModel, temperature: float
+    ) -> list[MicroBatch]:
+        """Add the frozen model's log-probabilities as a column (on the last pipeline stage)."""
+        logprobs = reference.logprobs(parts, temperature)
+        if logprobs is None:
+            return list(parts)
+        return [
+            MicroBatch(
+                lengths=part.lengths,
+                tokens=part.tokens,
+                columns={**part.columns, "reference": column},
+            )
+            for part, column in zip(parts, logprobs, strict=True)
+        ]
+
+    def _loss(self, outputs: TokenOutputs, part: MicroBatch) -> LossOutputs:
+        algorithm = self._config.algorithm
+        columns, mask = part.columns, part.columns["loss_mask"]
+        loss, sums, maxima = policy_loss(
+            outputs.logprobs, columns["logprobs"], columns["advantages"], mask, algorithm
+        )
+        if outputs.entropy is not None:
+            entropy = (outputs.entropy * mask).sum()
+            sums["entropy"] = entropy.detach()
+            if algorithm.entropy_coeff:
+                loss = loss - algorithm.entropy_coeff * entropy
+        if "reference" in columns:
+            kl_T = kl_per_token(outputs.logprobs, columns["reference"], algorithm.kl_loss_type)
+            kl = (kl_T * mask).sum()
+            sums["kl_ref"] = kl.detach()
+            loss = loss + algorithm.kl_loss_coef * kl
+        return LossOutputs(loss_sum=loss, num_tokens=mask.sum(), sums=sums, maxima=maxima)
+
+    def _step_metrics(self, result: StepResult) -> dict[str, float]:
+        now = time.monotonic()
+        seconds, self._tick_began = now - self._tick_began, now
+        times = self._tracer.drain()
+        idle = times.pop("idle_ratio")
+        metrics = metrics_from_sums(result.sums, result.maxima, result.num_tokens)
+        return {
+            "step": float(self.version),
+            **metrics,
+            "actor/loss": result.loss,
+            "actor/grad_norm": result.grad_norm,
+            "actor/lr": result.lr,
+            **times,
+            "timing_s/step": seconds,
+            "trainer/idle_ratio": idle,
+            "perf/peak_memory_gib": peak_memory_gib(),
+        }
+
+    def save_checkpoint(self) -> None:
+        """Save and, after the last step, export as Hugging Face folder."""
+        if not self.policy.save_due(stopping=self.stopping):
+            return
+        with self._tracer.span("save_checkpoint"):
+            self.policy.save()
+        if self.version == self._config.max_steps and self._config.checkpoint.export_hf:
+            with self._tracer.span("export_hf"):
+                self.policy.export(self._group)
+
+    def close(self) -> None:
+        setup.destroy()

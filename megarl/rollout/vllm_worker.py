@@ -1,0 +1,117 @@
+"""What megarl changes inside vLLM's worker: live CPU weights, stateless seeds, a clean end.
+
+`megarl.rollout.vllm_engine` calls each function once while it builds an engine; it imports this
+file late, since importing it imports vLLM. On GPUs only `keep_default_group` is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import vllm.distributed.parallel_state as parallel_state
+import vllm.model_executor.layers.utils as layer_utils
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def _use_weight_in_place(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear  # called with the layer's current weight
+
+
+def _refuse_packed_experts(self: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
+    raise ConfigError(
+        "mixture-of-experts generators need a GPU: vLLM's CPU kernels pack expert weights while "
+        "loading, so weights written later would have no effect"
+    )
+
+
+def keep_cpu_weights_live() -> None:
+    """Make vLLM's CPU linear layers read their ``weight`` at each call.
+
+    By default they pack it once while loading: later writes are lost without an error.
+    """
+    layer_utils.dispatch_cpu_unquantized_gemm = _use_weight_in_place
+    CPUUnquantizedExperts.process_weights_after_loading = _refuse_packed_experts
+
+
+def _destroy_own_groups() -> None:
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+    parallel_state._WORLD = None
+    parallel_state._NODE_COUNT = None
+
+
+def keep_default_group() -> None:
+    """Let vLLM's shutdown destroy its own process groups only, not torch's default group."""
+    parallel_state.destroy_distributed_environment = _destroy_own_groups
+
+
+def cpu_executor(job: str) -> type[ExecutorWithExternalLauncher]:
+    """Return the external launcher with shared-memory names of its own.
+
+    The CPU build names its shared memory by what follows the last colon of the init method, which
+    is the same for every engine of a host; the process group exists, so nothing else reads it.
+    """
+
+    class JobExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            _, rank, local_rank = super()._distributed_args()
+            return f"tcp://megarl:{job}", rank, local_rank
+
+    return JobExecutor
+
+
+def unlink_shared_memory(job: str, rank: int) -> None:
+    """Remove this rank's shared-memory names; memory that is mapped stays usable."""
+    for path in SHARED_MEMORY.glob(f"*{job}-[tp]p*cpushm*"):
+        path.unlink(missing_ok=True)
+
+
+class StatelessSampler:
+    """Gumbel sampling whose noise is a function of (request seed, position) alone.
+
+    It replaces the forward of vLLM's CPU sampler, which keeps a torch generator for each request:
+    a Python loop in each step (15 % of it), a draw from the global generator, and an error when
+    a seeded prompt is prefilled in chunks, since CPU generators cannot be rewound.
+    """
+
+    def __init__(self, runner: GPUModelRunner, seeds: dict[str, int]) -> None:
+        self._runner = runner
+        self._seeds = seeds
+
+    def __call__(
+        self, logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Sample one token a row of ``logits: [B, V]``; return tokens [B], logprobs [B, V]."""
+        assert (k, p) == (None, None), "top-k and top-p are never requested"
+        batch = self._runner.input_batch
+        num_rows = logits.shape[0]
+        assert num_rows == batch.num_reqs, "one row of logits a request"
+        seeds = np.array([self._seeds[row] for row in batch.req_ids], dtype=np.uint64)
+        noise = _mix(seeds, batch.num_tokens_no_spec[:num_rows].astype(np.uint64))
+        tokens = torch.ops._C.fused_gumbel_argmax(logits.float(), torch.from_numpy(noise))
+        return tokens, logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def _mix(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Hash [B] seeds and positions to [B] non-negative int64 (SplitMix64's finalizer, twice)."""
+
+    def finalize(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    mixed = finalize(finalize(seeds + gamma) + positions * gamma)
+    return (mixed >> np.uint64(1)).astype(np.int64)

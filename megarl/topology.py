@@ -1,0 +1,99 @@
+"""Which global ranks are which executor's, and how they group; no torch.
+
+Ranks are handed out in one order: the trainer's, then the generators', then the reward executor's.
+So ranks of the trainer and of the generators are the same in the global world and in the group of
+the two that carries weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
+
+TRAINER, GENERATOR, REWARD = "trainer", "generator", "reward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorPlace:
+    """One executor's ranks.
+
+    ``groups`` has one tuple of global ranks for each receiver of its own data (a data-parallel
+    rank of the trainer, a replica of the generator); its first rank is the head, which sends and
+    receives for it. ``worlds`` are the sets of ranks whose default process group is common.
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    worlds: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(rank for world in self.worlds for rank in world))
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        return tuple(group[0] for group in self.groups)
+
+    def world_of(self, rank: int) -> tuple[int, ...]:
+        return next(world for world in self.worlds if rank in world)
+
+    def group_index(self, rank: int) -> int:
+        return next(index for index, group in enumerate(self.groups) if rank in group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """All executors of a run."""
+
+    places: tuple[ExecutorPlace, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(len(place.ranks) for place in self.places)
+
+    def place(self, name: str) -> ExecutorPlace:
+        return next(place for place in self.places if place.name == name)
+
+    def place_of(self, rank: int) -> ExecutorPlace:
+        return next(place for place in self.places if rank in place.ranks)
+
+    def label(self, rank: int) -> str:
+        """Return e.g. ``trainer.1``: the executor and the rank's index in it."""
+        place = self.place_of(rank)
+        return f"{place.name}.{place.ranks.index(rank)}"
+
+
+def trainer_place(layout: TrainerLayout, first_rank: int = 0) -> ExecutorPlace:
+    """Return the trainer's place from global rank ``first_rank`` on."""
+    groups = tuple(
+        tuple(first_rank + rank for rank in group) for group in layout.data_parallel_groups()
+    )
+    world = tuple(range(first_rank, first_rank + layout.world_size))
+    return ExecutorPlace(name=TRAINER, groups=groups, worlds=(world,))
+
+
+def generator_place(layout: GeneratorLayout, first_rank: int) -> ExecutorPlace:
+    """Return the generators' place: each replica is a world and a group of its own."""
+    replicas = tuple(
+        tuple(range(first_rank + index * layout.tp, first_rank + (index + 1) * layout.tp))
+        for index in range(layout.replicas)
+    )
+    return ExecutorPlace(name=GENERATOR, groups=replicas, worlds=replicas)
+
+
+def rl_topology(trainer: TrainerLayout, generator: GeneratorLayout) -> Topology:
+    """Return trainer, generators and one reward rank."""
+    first, last = trainer.world_size, trainer.world_size + generator.world_size
+    reward = ExecutorPlace(name=REWARD, groups=((last,),), worlds=((last,),))
+    return Topology(places=(trainer_place(trainer), generator_place(generator, first), reward))
+
+
+def sft_topology(trainer: TrainerLayout) -> Topology:
+    """Return a trainer alone."""
+    return Topology(places=(trainer_place(trainer),))
+
+
+def eval_topology(generator: GeneratorLayout) -> Topology:
+    """Return the generators alone."""
+    return Topology(places=(generator_place(generator, 0),))

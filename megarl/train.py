@@ -1,0 +1,213 @@
+"""One rank of a job: join the worlds, run the command, report how it ended.
+
+``python -m megarl.train COMMAND CONFIG [key=value ...]`` is one rank; RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT say which, as torchrun, srun and `launch.local` set them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megarl import checkpoint
+from megarl.check import Command, check_run, check_world_size, topology_of
+from megarl.config import RunConfig, load_config
+from megarl.controller import ExecutorController, Stage, stages, ticks
+from megarl.errors import ConfigError
+from megarl.evaluate import evaluate
+from megarl.executors.reward import SAMPLES_FILE
+from megarl.executors.sft import SftExecutor
+from megarl.observe import logs
+from megarl.observe.metrics import (
+    METRICS_FILE,
+    MetricsLog,
+    build_summary,
+    read_metrics,
+    write_summary,
+)
+from megarl.observe.plots import plot_learning_curve
+from megarl.observe.trace import Tracer, merge_traces
+from megarl.topology import REWARD, TRAINER
+from megarl.wiring import Rank, make_channels, make_executor
+from megarl.world import Rendezvous, World
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_FINISH_LABEL = "end of run"
+
+
+def rendezvous(config: RunConfig) -> Rendezvous:
+    """Read from the environment who this rank is and where its peers meet.
+
+    Raises:
+        ConfigError: a variable is missing.
+    """
+    try:
+        return Rendezvous(
+            rank=int(os.environ["RANK"]),
+            host=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            is_store_host=os.environ["RANK"] == "0"
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout_seconds=config.fault.timeout_seconds,
+        )
+    except KeyError as error:
+        raise ConfigError(
+            f"environment variable {error} is not set: start ranks with `megarl`, torchrun or srun"
+        ) from error
+
+
+def run_training(rank: Rank) -> None:
+    """One rank of ``megarl train``, from building to the summary."""
+    config, world = rank.config, rank.world
+    metrics = _open_metrics(rank) if world.place.name == REWARD else None
+    executor = make_executor(rank, metrics.write if metrics else None)
+    try:
+        world.set_status("starting the engine")
+        executor.init()
+        channels = make_channels(rank, executor)
+        world.barrier("start")
+        order = stages(config.mode)
+        all_ticks = ticks(config.mode, rank.start.step, config.max_steps)
+        ExecutorController(executor, channels, order, all_ticks, _step_hook(world)).run()
+        _write_trace(rank)
+        world.barrier(_FINISH_LABEL)
+        if metrics is not None:
+            metrics.close()
+            finish(rank)
+    finally:
+        executor.close()
+
+
+def run_sft(rank: Rank) -> None:
+    """One rank of ``megarl sft``."""
+    config, world = rank.config, rank.world
+    metrics = _open_metrics(rank) if world.rank == 0 else None
+    group = world.device_group("trainer/export", world.place.ranks)
+    executor = SftExecutor(
+        config, rank.start, world.rank, group, metrics.write if metrics else _discard, rank.tracer
+    )
+    try:
+        world.set_status("starting the engine")
+        executor.init()
+        order = (Stage(steps=(TRAINER,)),)
+        all_ticks = range(rank.start.step, config.max_steps)
+        ExecutorController(executor, {}, order, all_ticks, _step_hook(world)).run()
+        world.barrier(_FINISH_LABEL)
+    finally:
+        executor.close()
+
+
+def _discard(step: int, metrics: dict[str, float]) -> None:
+    """Take metrics that another rank reports."""
+
+
+def _step_hook(world: World):  # noqa: ANN202
+    def on_step(step: int) -> None:
+        world.set_step(step)
+        logs.set_step(step)
+
+    return on_step
+
+
+def _open_metrics(rank: Rank) -> MetricsLog:
+    config = rank.config
+    metrics = MetricsLog(config.folder, config.observe, config.name)
+    if rank.start.step:
+        metrics.truncate(rank.start.step)
+    return metrics
+
+
+def _trace_folder(config: RunConfig) -> Path:
+    return config.folder / "logs"
+
+
+def _write_trace(rank: Rank) -> None:
+    if rank.config.observe.trace:
+        name = f"trace.{rank.world.place.name}.{rank.world.rank}.json"
+        rank.tracer.write(_trace_folder(rank.config) / name)
+
+
+def finish(rank: Rank) -> None:
+    """Write trace, curve and summary of a run; on the reward rank, after all others are done."""
+    config = rank.config
+    if config.observe.trace:
+        merge_traces(_trace_folder(config), config.folder / "trace.json")
+    plot_learning_curve(config.folder / METRICS_FILE, config.folder / "learning_curve.png")
+    samples = config.folder / SAMPLES_FILE
+    greedy = [json.loads(line) for line in samples.read_text().splitlines()] if samples.is_file() else []
+    summary = {
+        **build_summary(read_metrics(config.folder / METRICS_FILE)),
+        "wall_seconds": time.monotonic() - rank.began,
+        "greedy_before": greedy[0] if greedy else None,
+        "greedy_after": greedy[-1] if greedy else None,
+    }
+    write_summary(config.folder / "summary.json", summary)
+
+
+def _prepare_process(local_rank: int) -> None:
+    """Die with the launcher, dump stacks on SIGUSR2 or a crash, one thread, own device."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+
+
+def _run(command: Command, config: RunConfig, began: float) -> None:
+    at = rendezvous(config)
+    topology = topology_of(command, config)
+    check_world_size(topology, int(os.environ["WORLD_SIZE"]))
+    check_run(command, config)
+    _prepare_process(int(os.environ.get("LOCAL_RANK", "0")))
+    world = World(topology, at)
+    logs.setup_logging(world.place.name, world.rank, None)
+    try:
+        signal.signal(signal.SIGUSR1, lambda *_: world.request_stop())
+        tracer = Tracer(world.place.name, world.rank, on_enter=world.set_status)
+        start = checkpoint.find_start(config)
+        rank = Rank(
+            config=config, topology=topology, world=world, tracer=tracer, start=start, began=began
+        )
+        {Command.TRAIN: run_training, Command.SFT: run_sft, Command.EVAL: evaluate}[command](rank)
+        world.leave()
+    except BaseException as error:
+        world.report_failure(error)
+        raise
+
+
+def main(arguments: list[str]) -> None:
+    """Run one rank and end the process: 0, or 1 with the traceback in its log."""
+    began = time.monotonic()
+    try:
+        command, path, *overrides = arguments
+        _run(Command(command), load_config(path, tuple(overrides)), began)
+    except BaseException:  # the process's own edge: report, then end with a non-zero code
+        logging.basicConfig()
+        logger.exception("this rank ends")
+        _end(1)
+    _end(0)
+
+
+def _end(code: int) -> None:
+    """End at once: threads that still wait for a peer must not keep a failed rank alive."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

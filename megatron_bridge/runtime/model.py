@@ -1,0 +1,204 @@
+"""A Megatron-Core GPT model built from a `ModelSpec`: its chunks, its weights, its passes.
+
+The trainer executor builds one for training and, frozen, one as the reference of a KL term.
+Weights are zero after building: another module writes them in place through `parameters`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_bridge.parallel import TrainerLayout
+from megatron_bridge.runtime.architecture import build_chunk, transformer_config, uses_te
+from megatron_bridge.runtime.attention import PackedSequences, pack
+from megatron_bridge.runtime.batch import MicroBatch, TokenOutputs
+from megatron_bridge.runtime.logprobs import token_logprobs, token_logprobs_and_entropy
+from megatron_bridge.runtime.setup import device
+from megatron_bridge.spec import ModelSpec
+
+_LOCAL_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """How a model computes; what it is says its `ModelSpec`."""
+
+    dtype: str  # "float32" or "bfloat16"
+    recompute: bool = False  # recompute each layer's activations in the backward pass
+    distributed_optimizer: bool = False  # gradients are reduce-scattered, weights gathered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What a pass over micro-batches computes of each token."""
+
+    temperature: float
+    entropy: bool = False
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Input:
+    """A micro-batch as the model takes it: padded for sequence parallelism, on the device."""
+
+    tokens: Tensor  # [1, T'] int64
+    targets: Tensor  # [T'] int64, the token after each
+    first: Tensor  # [T] bool, tokens without a predecessor
+    packed: PackedSequences
+    micro_batch: MicroBatch | None  # None: fills an interleaved schedule, has no loss
+
+
+class MegatronModel:
+    """This rank's part of a model; `setup.initialize` comes first.
+
+    Every rank of the executor world builds it and enters each pass with as many micro-batches.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: TrainerLayout,
+        settings: ModelSettings,
+        *,
+        trainable: bool = True,
+    ) -> None:
+        self.spec, self.layout, self.settings = spec, layout, settings
+        self.fused_norms = uses_te()
+        self.config = transformer_config(spec, layout, settings.dtype, settings.recompute)
+        self.chunks = [
+            build_chunk(spec, layout, self.config, stage).to(device()) for stage in range(layout.vpp)
+        ]
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.zero_()
+                parameter.requires_grad_(trainable)
+        if trainable:
+            reduction = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed_optimizer
+            )
+            self.chunks = [
+                DistributedDataParallel(self.config, reduction, chunk, disable_bucketing=stage > 0)
+                for stage, chunk in enumerate(self.chunks)
+            ]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return this rank's live parameters, their layers numbered over the whole model.
+
+        Names are those of Megatron's layer spec: the local one, or with `fused_norms` Transformer
+        Engine's. On a pipeline the last stage's copy of a tied embedding is "output_layer.weight".
+        """
+        found: dict[str, Tensor] = {}
+        for chunk in self.chunks:
+            module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+            layers = module.decoder.layers
+            for name, parameter in module.named_parameters():
+                name = _LOCAL_LAYER.sub(lambda m: str(layers[int(m[0])].layer_number - 1), name)
+                found[name] = parameter
+        return found
+
+    @torch.no_grad()
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], temperature: float
+    ) -> list[Tensor] | None:
+        """Return per micro-batch the log-probability [T] of each token given those before it.
+
+        The first token of a sequence has 0. None on ranks outside the last pipeline stage.
+        """
+        plan = Pass(temperature=temperature, forward_only=True)
+        found = self.run(micro_batches, lambda outputs, _: outputs.logprobs, plan)
+        return found if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        consume: Callable[[TokenOutputs, MicroBatch], Any],
+        plan: Pass,
+    ) -> list[Any]:
+        """Run Megatron's schedule; on the last stage return ``consume``'s results in order.
+
+        When training, ``consume`` returns what Megatron wants of a loss function: the summed loss,
+        the number of its tokens and a result.
+        """
+        inputs = [self._prepare(micro_batch) for micro_batch in micro_batches]
+        if self.layout.vpp > 1:  # the interleaved schedule works in groups of pp micro-batches
+            inputs += [self._prepare(None)] * (-len(inputs) % self.layout.pp)
+        results = get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, consume, plan),
+            data_iterator=[iter(inputs) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(inputs),
+            seq_length=max(item.tokens.shape[1] for item in inputs),
+            micro_batch_size=1,
+            forward_only=plan.forward_only,
+            collect_non_loss_data=plan.forward_only,
+        )
+        return results[: len(micro_batches)]
+
+    def _prepare(self, micro_batch: MicroBatch | None) -> _Input:
+        if micro_batch is None:
+            lengths, tokens = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        else:
+            lengths, tokens = micro_batch.lengths.cpu(), micro_batch.tokens
+        first = torch.zeros(len(tokens), dtype=torch.bool)
+        first[lengths.cumsum(0) - lengths] = True
+        if self.layout.sequence_parallel and len(tokens) % self.layout.tp:
+            missing = -len(tokens) % self.layout.tp
+            lengths = torch.cat([lengths, torch.tensor([missing])])
+            tokens = torch.nn.functional.pad(tokens, (0, missing))
+        tokens = tokens.to(device())
+        return _Input(
+            tokens=tokens[None],
+            targets=tokens.roll(-1),
+            first=first.to(device()),
+            packed=pack(lengths, device()),
+            micro_batch=micro_batch,
+        )
+
+    def _forward_step(
+        self, consume: Callable[..., Any], plan: Pass, inputs: Any, chunk: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        item: _Input = next(inputs)
+        output = chunk(
+            input_ids=item.tokens,
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=item.packed,
+        )
+        return output, partial(self._consume, consume, plan, item)
+
+    def _consume(
+        self,
+        consume: Callable[..., Any],
+        plan: Pass,
+        item: _Input,
+        logits: Tensor,
+        non_loss_data: bool = False,
+    ) -> Any:
+        outputs = self._token_outputs(logits[0], item, plan)
+        if item.micro_batch is not None:
+            return consume(outputs, item.micro_batch)
+        return None if non_loss_data else (outputs.logprobs.sum() * 0, outputs.logprobs.new_zeros([], dtype=torch.int), None)
+
+    def _token_outputs(self, logits: Tensor, item: _Input, plan: Pass) -> TokenOutputs:
+        group = parallel_state.get_tensor_model_parallel_group()
+        arguments = (logits, item.targets, plan.temperature, group, self.spec.vocab_size)
+
+        def shifted(of_next: Tensor) -> Tensor:
+            """Move each entry from the predicting position to the predicted token."""
+            of_token = torch.nn.functional.pad(of_next[: len(item.first) - 1], (1, 0))
+            return of_token.masked_fill(item.first, 0)
+
+        if not plan.entropy:
+            return TokenOutputs(logprobs=shifted(token_logprobs(*arguments)), entropy=None)
+        logprobs, entropy = token_logprobs_and_entropy(*arguments)
+        return TokenOutputs(logprobs=shifted(logprobs), entropy=shifted(entropy))

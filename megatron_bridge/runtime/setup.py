@@ -1,0 +1,73 @@
+"""Megatron's process groups, device and optional accelerators; called by the trainer executor.
+
+The default process group exists before: it is the executor world, counted from rank 0.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_bridge.errors import LayoutError
+from megatron_bridge.parallel import TrainerLayout
+from megatron_bridge.runtime.cpu import apply_substitutions
+
+
+def acceleration() -> dict[str, bool]:
+    """Report what Megatron can use here: cuda, transformer_engine, apex, flash_attn.
+
+    Megatron imports Apex's fused kernels (norm, Adam, multi-tensor) by itself where Transformer
+    Engine does not provide them; without either it falls back to torch.
+    """
+    cuda = torch.cuda.is_available()
+    found = {"cuda": cuda}
+    for package in ("transformer_engine", "apex", "flash_attn"):
+        found[package] = cuda and importlib.util.find_spec(package) is not None
+    return found
+
+
+def device() -> torch.device:
+    """Return where this rank's model lives."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def initialize(layout: TrainerLayout, seed: int) -> None:
+    """Build Megatron's groups over the executor world; every rank of it enters.
+
+    Raises:
+        LayoutError: the world has another size than the layout, or context parallelism is asked
+            for without Transformer Engine.
+    """
+    if not dist.is_initialized():
+        raise LayoutError("torch's default process group must exist before Megatron's groups")
+    if dist.get_world_size() != layout.world_size:
+        raise LayoutError(
+            f"layout {layout} needs {layout.world_size} ranks, the executor world has "
+            f"{dist.get_world_size()}"
+        )
+    if layout.cp > 1 and not acceleration()["transformer_engine"]:
+        raise LayoutError(
+            f"context parallelism (cp={layout.cp}) needs CUDA and Transformer Engine's attention"
+        )
+    apply_substitutions()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        order="tp-cp-ep-dp-pp",
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Forget Megatron's groups, so that `initialize` may be called again."""
+    parallel_state.destroy_model_parallel()
