@@ -127,7 +127,9 @@ class LocalLauncher:
         failures = self._failures()
         culprit = self._culprit(failures)
         label = self._job.topology.label(culprit)
-        self._console.print(f"[red]rank {culprit} ({label}) {self._ending(culprit)}[/red]", highlight=False)
+        self._console.print(
+            f"[red]rank {culprit} ({label}) {self._ending(culprit)}[/red]", highlight=False
+        )
         for rank, status in statuses.items():
             if rank == culprit and status is not None:
                 self._console.print(f"  it was in: {status.describe(now)}", markup=False)
@@ -136,7 +138,9 @@ class LocalLauncher:
             if rank == culprit:
                 continue
             said = failures[rank].message.splitlines()[0] if rank in failures else ""
-            doing = status.describe(now) if status else f"{self._job.topology.label(rank)}: starting"
+            doing = (
+                status.describe(now) if status else f"{self._job.topology.label(rank)}: starting"
+            )
             self._console.print(f"  rank {rank} ({doing})  {said}", markup=False, highlight=False)
         self._print_log_tail(culprit)
 

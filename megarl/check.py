@@ -10,10 +10,11 @@ import os
 from enum import StrEnum
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from megarl.config import Resume, RunConfig
-from megarl.data.rows import check_rows
-from megarl.data.tokenizer_file import check_tokenizer_file
-from megarl.errors import ConfigError
+from megarl.data.rows import read_rows
+from megarl.errors import ConfigError, DataError
 from megarl.rewards.loading import load_score_function
 from megarl.topology import Topology, eval_topology, rl_topology, sft_topology
 from megatron_bridge.models.checks import check_generator_layout, check_layout
@@ -53,16 +54,16 @@ def check_run(command: Command, config: RunConfig) -> None:
     if command is not Command.SFT:
         check_generator_layout(spec, config.generator.layout)
         load_score_function(config.reward.path)
-    check_tokenizer_file(Path(config.model.path), spec.vocab_size)
+    _check_tokenizer(Path(config.model.path), spec.vocab_size)
     _check_data(command, config, spec.max_positions)
     _check_folder(command, config)
 
 
 def _check_data(command: Command, config: RunConfig, max_positions: int) -> None:
     data, rollout = config.data, config.rollout
+    second = data.response_key if command is Command.SFT else data.answer_key
     if command is not Command.EVAL:
-        kind = data.response_key if command is Command.SFT else data.answer_key
-        check_rows(Path(data.train_path), data.prompt_key, kind)
+        _check_rows(data.train_path, "data.train_path", data.prompt_key, second)
     if command is not Command.SFT:
         longest = data.max_prompt_length + rollout.max_response_length
         if longest > max_positions:
@@ -71,7 +72,33 @@ def _check_data(command: Command, config: RunConfig, max_positions: int) -> None
                 f"{rollout.max_response_length} must fit the model's {max_positions} positions"
             )
         if data.eval_path or command is Command.EVAL:
-            check_rows(Path(data.eval_path), data.prompt_key, data.answer_key)
+            _check_rows(data.eval_path, "data.eval_path", data.prompt_key, data.answer_key)
+
+
+def _check_rows(path: str, key: str, *row_keys: str) -> None:
+    if not path:
+        raise ConfigError(f"{key} is empty; expected a jsonl or parquet file")
+    for row in read_rows(path):
+        for row_key in row_keys:
+            if row.get(row_key) in ("", [], None):
+                raise row.error(row_key, "not empty")
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Compare tokenizer.json with the model; not through transformers, which imports for seconds.
+
+    `megarl.data.tokenizer.check_tokenizer` checks the loaded one, of whatever format, on the ranks.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    vocabulary = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise DataError(
+            f"{file}: token {token!r} has id {largest}, but the model's vocabulary ends at "
+            f"{vocab_size - 1}; tokenizer and model do not belong together"
+        )
 
 
 def _check_folder(command: Command, config: RunConfig) -> None:

@@ -91,7 +91,9 @@ def find_start(config: RunConfig) -> StartPoint:
     try:
         state = RunState(**json.loads((folder / _STATE).read_text()))
     except (OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"{latest} names {folder.name}, which is not complete: {error}") from error
+        raise ConfigError(
+            f"{latest} names {folder.name}, which is not complete: {error}"
+        ) from error
     if state.seed != config.seed:
         raise ConfigError(f"{folder} was made with seed {state.seed}, this run has {config.seed}")
     if state.consumed_prompts != state.step * config.data.train_batch_size:

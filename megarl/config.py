@@ -15,6 +15,7 @@ from typing import TypeVar, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from megarl.errors import ConfigError
 from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
@@ -197,7 +198,7 @@ def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
             raise ConfigError(f"override {override!r} is not of the form key=value")
     try:
         layers = [OmegaConf.load(file), OmegaConf.from_dotlist(list(overrides))]
-    except Exception as error:  # noqa: BLE001 - yaml raises a family of its own
+    except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file} is not readable YAML: {error}") from error
     for layer, where in zip(layers, (str(file), "command line"), strict=True):
         given = OmegaConf.to_container(layer)
@@ -217,7 +218,14 @@ def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """Return the resolved configuration as YAML, as it is written beside the run."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=False)
+    return OmegaConf.to_yaml(OmegaConf.create(_without_enums(plain)))
+
+
+def _without_enums(node: object) -> object:
+    if isinstance(node, dict):
+        return {key: _without_enums(value) for key, value in node.items()}
+    return str(node.value) if isinstance(node, StrEnum) else node
 
 
 def schema_rows(schema: type, prefix: str = "") -> list[tuple[str, str, object]]:
@@ -307,7 +315,12 @@ def validate(config: RunConfig) -> None:
         ("generator.kv_cache_gib", config.generator.kv_cache_gib),
     ):
         _require(value > 0, key, value, "above 0")
-    _require(config.reward.num_processes >= 1, "reward.num_processes", config.reward.num_processes, ">= 1")
+    _require(
+        config.reward.num_processes >= 1,
+        "reward.num_processes",
+        config.reward.num_processes,
+        ">= 1",
+    )
 
 
 def _validate_layouts(config: RunConfig) -> None:
@@ -347,7 +360,9 @@ def _validate_trainer(trainer: TrainerConfig) -> None:
         " or ".join(styles),
     )
     _require(trainer.lr >= 0, "trainer.lr", trainer.lr, ">= 0")
-    _require(0 <= trainer.min_lr_ratio <= 1, "trainer.min_lr_ratio", trainer.min_lr_ratio, "in 0..1")
+    _require(
+        0 <= trainer.min_lr_ratio <= 1, "trainer.min_lr_ratio", trainer.min_lr_ratio, "in 0..1"
+    )
     _require(trainer.clip_grad >= 0, "trainer.clip_grad", trainer.clip_grad, ">= 0")
     _require(
         trainer.max_tokens_per_micro_batch >= 1,

@@ -58,7 +58,9 @@ def evaluate(rank: Rank) -> None:
         )
         for sample in samples
     ]
-    pool = RewardPool(config.reward.path, config.reward.num_processes, config.reward.timeout_seconds)
+    pool = RewardPool(
+        config.reward.path, config.reward.num_processes, config.reward.timeout_seconds
+    )
     try:
         scores = pool.score(items).scores
     finally:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from megarl.observe.metrics import (
 from megarl.observe.plots import plot_learning_curve
 from megarl.observe.trace import Tracer, merge_traces
 from megarl.topology import REWARD, TRAINER
-from megarl.wiring import Rank, make_channels, make_executor
+from megarl.wiring import Rank, export_link, make_channels, make_executor
 from megarl.world import Rendezvous, World
 
 logger = logging.getLogger(__name__)
@@ -93,10 +94,9 @@ def run_sft(rank: Rank) -> None:
     """One rank of ``megarl sft``."""
     config, world = rank.config, rank.world
     metrics = _open_metrics(rank) if world.rank == 0 else None
-    group = world.device_group("trainer/export", world.place.ranks)
-    executor = SftExecutor(
-        config, rank.start, world.rank, group, metrics.write if metrics else _discard, rank.tracer
-    )
+    sink = metrics.write if metrics else _discard
+    link = export_link(world)
+    executor = SftExecutor(config, rank.start, world.rank, link, sink, rank.tracer)
     try:
         world.set_status("starting the engine")
         executor.init()
@@ -112,7 +112,7 @@ def _discard(step: int, metrics: dict[str, float]) -> None:
     """Take metrics that another rank reports."""
 
 
-def _step_hook(world: World):  # noqa: ANN202
+def _step_hook(world: World) -> Callable[[int], None]:
     def on_step(step: int) -> None:
         world.set_step(step)
         logs.set_step(step)
@@ -145,7 +145,9 @@ def finish(rank: Rank) -> None:
         merge_traces(_trace_folder(config), config.folder / "trace.json")
     plot_learning_curve(config.folder / METRICS_FILE, config.folder / "learning_curve.png")
     samples = config.folder / SAMPLES_FILE
-    greedy = [json.loads(line) for line in samples.read_text().splitlines()] if samples.is_file() else []
+    greedy = (
+        [json.loads(line) for line in samples.read_text().splitlines()] if samples.is_file() else []
+    )
     summary = {
         **build_summary(read_metrics(config.folder / METRICS_FILE)),
         "wall_seconds": time.monotonic() - rank.began,

@@ -110,13 +110,6 @@ class Control(Message):
     stop: Tensor  # [1] int64, 1: save and end after this tick
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyVersion(Message):
-    """Which weights a WEIGHTS channel carries: the number of optimizer steps behind them."""
-
-    version: Tensor  # [1] int64
-
-
 def field_tensors(message: Message) -> list[Tensor]:
     """Return the message's tensors in the order of its fields."""
     return [getattr(message, field.name) for field in dataclasses.fields(message)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from megarl.ddma.engine import WeightSync
 from megarl.ddma.transports import CollectiveTransport
 from megarl.executors.base import Executor
 from megarl.executors.generator import GeneratorExecutor, Replica
+from megarl.executors.policy import ExportLink
 from megarl.executors.reward import MetricSink, RewardExecutor
 from megarl.executors.trainer import TrainerExecutor
 from megarl.observe.trace import Tracer
@@ -108,17 +110,23 @@ def make_engine(rank: Rank, *, load_weights: bool) -> VllmEngine:
     )
 
 
+def export_link(world: World) -> ExportLink:
+    """Return what the trainer's ranks send their shards over when they export."""
+    ranks = world.place.ranks
+    group = world.device_group("trainer/export", ranks) if len(ranks) > 1 else None
+    return ExportLink(group=group, wait=world.wait)
+
+
 def make_executor(rank: Rank, sink: MetricSink | None) -> Executor:
     """Build this rank's executor."""
     config, world, start = rank.config, rank.world, rank.start
     match world.place.name:
         case name if name == TRAINER:
-            group = world.device_group("trainer/export", world.place.ranks)
-            return TrainerExecutor(config, start, world.rank, group, rank.tracer)
+            return TrainerExecutor(config, start, world.rank, export_link(world), rank.tracer)
         case name if name == GENERATOR:
             place = world.place
             replica = Replica(index=place.group_index(world.rank), count=len(place.groups))
-            engine = make_engine(rank, load_weights=False)
+            engine = partial(make_engine, rank, load_weights=False)
             return GeneratorExecutor(config, start.step, replica, engine, rank.tracer)
         case _:
             assert sink is not None
@@ -128,7 +136,11 @@ def make_executor(rank: Rank, sink: MetricSink | None) -> Executor:
 def make_channels(rank: Rank, executor: Executor) -> Mapping[str, CommunicationChannel]:
     """Build all channels in one order on every rank; the executor is initialised."""
     world, tracer = rank.world, rank.tracer
-    kinds = {CONTROL_TRAINER: BroadcastChannel, CONTROL_GENERATOR: BroadcastChannel, BATCH: ScatterChannel}
+    kinds = {
+        CONTROL_TRAINER: BroadcastChannel,
+        CONTROL_GENERATOR: BroadcastChannel,
+        BATCH: ScatterChannel,
+    }
     channels: dict[str, CommunicationChannel] = {
         edge.name: kinds.get(edge.name, GatherChannel)(edge, index, world, executor, tracer)
         for index, edge in enumerate(EDGES)
@@ -143,12 +155,13 @@ def _weights_channel(rank: Rank, executor: Executor) -> CommunicationChannel:
         return NoChannel(WEIGHTS)
     ranks = rank.topology.place(TRAINER).ranks + rank.topology.place(GENERATOR).ranks
     group = world.device_group("weights", ranks)
-    transport = CollectiveTransport(group, world.rank, wait=world.wait)
+    params = executor.get_model()
+    device = next(iter(params.values())).device
+    dtype = getattr(torch, rank.config.generator_dtype)
+    transport = CollectiveTransport(group, dtype, device, wait=world.wait)
     transfer = weight_plan(rank.config, rank.topology)
-    sync = WeightSync(transfer, world.rank, transport, executor.get_model())
+    sync = WeightSync(transfer, world.rank, transport, params)
     if isinstance(executor, TrainerExecutor):
         return WeightsSendChannel(WEIGHTS, sync, executor, rank.tracer)
     assert isinstance(executor, GeneratorExecutor)
     return WeightsReceiveChannel(WEIGHTS, sync, executor, rank.tracer)
-
-

@@ -150,7 +150,9 @@ class World:
     def report_failure(self, error: BaseException) -> None:
         """Leave word of this rank's end for whoever watches the job."""
         gone = isinstance(error, ChannelError | ChannelTimeout) or "onnection" in str(error)
-        failure = Failure(time=time.time(), message=f"{type(error).__name__}: {error}", by_peer=gone)
+        failure = Failure(
+            time=time.time(), message=f"{type(error).__name__}: {error}", by_peer=gone
+        )
         self.store.set(f"{FAILURE_KEY}/{self.rank}", json.dumps(asdict(failure)))
 
     def barrier(self, label: str) -> None:

@@ -79,7 +79,9 @@ class CollectiveChannel(CommunicationChannel):
     def _receive(self, source: int) -> Message:
         where = self._where(source)
         header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
-        self._world.wait(self._world.control.recv([header], source, self._tag), f"waiting in {where}")
+        self._world.wait(
+            self._world.control.recv([header], source, self._tag), f"waiting in {where}"
+        )
         payload = torch.empty(payload_length(header, where), dtype=torch.uint8)
         if payload.numel():
             work = self._world.control.recv([payload], source, self._tag + 1)
@@ -95,7 +97,9 @@ class CollectiveChannel(CommunicationChannel):
         options = BroadcastOptions()
         options.rootRank = 0
         header, payload = (
-            pack(message) if message is not None else (torch.empty(HEADER_LENGTH, dtype=torch.int64), None)
+            pack(message)
+            if message is not None
+            else (torch.empty(HEADER_LENGTH, dtype=torch.int64), None)
         )
         self._world.wait(group.broadcast([header], options), f"waiting in {where}")
         if payload is None:

@@ -38,9 +38,9 @@ class WeightsSendChannel(CommunicationChannel):
 
     def communicate(self) -> None:
         with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
-            self._sync.handshake(self._source.version)
+            version = self._sync.handshake(self._source.version)
         with self._tracer.span("update_weights", SpanKind.SYNC):
-            self._sync.transfer()
+            self._sync.transfer(version)
 
 
 class WeightsReceiveChannel(CommunicationChannel):
@@ -53,11 +53,12 @@ class WeightsReceiveChannel(CommunicationChannel):
 
     def communicate(self) -> None:
         with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
-            self._sync.handshake()
+            version = self._sync.handshake()
         with self._tracer.span("update_weights", SpanKind.SYNC):
             self._target.begin_update()
-            self._sync.transfer()
-            self._target.commit_update(self._sync.version)
+            self._sync.transfer(version)
+            self._sync.require_clean()
+            self._target.commit_update(version)
 
 
 class NoChannel(CommunicationChannel):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from megarl.errors import ChannelError, ChannelTimeout, WeightSyncError
+from megarl.errors import ChannelError, ChannelTimeout
 from megatron_bridge.plan import Operation
 
 Wait = Callable[[Work, str], None]
@@ -40,8 +40,9 @@ class Group(Protocol):
     def rank(self) -> int: ...
     def size(self) -> int: ...
     def name(self) -> str: ...
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...  # noqa: N803
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...  # noqa: N803
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...
 
 
 def timed_wait(timeout_seconds: float) -> Wait:
@@ -98,7 +99,12 @@ class Transport(ABC):
 
     def register(self, tensors: Mapping[str, Tensor]) -> None:
         """Take this rank's parameters by their names in the plan; they are used in place."""
-        self._tensors = dict(tensors)
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+
+    @property
+    def framing(self) -> str:
+        """What both ends must agree on for their messages to match."""
+        return str(self.wire_dtype)
 
     def _source(self, item: Operation) -> Tensor:
         return self._tensors[item.source_param][item.source_box.slices]
@@ -182,6 +188,7 @@ class _Round:
     """What one posted round leaves to do: works to wait for and regions to unpack afterwards."""
 
     works: list[tuple[Work, str]] = field(default_factory=list)
+    sent: list[tuple[int, Tensor]] = field(default_factory=list)  # alive until the works are done
     unpack: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # staged, destination
 
 
@@ -203,9 +210,7 @@ class CollectiveTransport(Transport):
         slots: int = 2,
         coalesce_bytes: int = 1 << 18,
     ):
-        """Args:
-        coalesce_bytes: regions below this share a message; must be alike on all ranks.
-        """
+        """On GPUs all ranks of the group construct it together; all give one ``coalesce_bytes``."""
         super().__init__(group.rank(), wire_dtype)
         self._group = group
         self._device = device
@@ -213,23 +218,30 @@ class CollectiveTransport(Transport):
         self._slots = slots
         self._coalesce_numel = max(1, coalesce_bytes // wire_dtype.itemsize)
         self._in_flight: deque[_Round] = deque()
+        if device.type == "cuda":
+            # NCCL makes the communicator of grouped sends at the first call, which all must enter.
+            first = torch.zeros(1, device=device)
+            wait(group.allreduce([first]), "the first collective of the weight transport")
+
+    @property
+    def framing(self) -> str:
+        return f"{self.wire_dtype}, messages of {self._coalesce_numel} elements"
 
     @torch.no_grad()
     def post(self, operations: Sequence[Operation]) -> None:
         while len(self._in_flight) >= self._slots:
             self._finish(self._in_flight.popleft())
         current = _Round()
-        sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for (source, target), messages in self._messages(operations).items():
             if source == target:
                 for item in (item for message in messages for item in message):
                     self._target(item).copy_(self._source(item).to(self.wire_dtype))
             elif source == self.rank:
-                sends += [(target, self._pack(message)) for message in messages]
+                current.sent += [(target, self._pack(message)) for message in messages]
             elif target == self.rank:
                 receives += [(source, self._place(message, current)) for message in messages]
-        current.works = self._start(sends, receives, "weights")
+        current.works = self._start(current.sent, receives, "weights")
         self._in_flight.append(current)
 
     def wait(self) -> None:

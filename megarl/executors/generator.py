@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +73,10 @@ def to_rollouts(prompts: Sequence[Prompt], samples: Sequence[Sample], stride: in
         versions += [-1] * len(prompt) + [sample.version] * len(sample.tokens)
         prompt_lengths.append(len(prompt))
         lengths.append(len(prompt) + len(sample.tokens))
-    ids = [(prompts[sample.request_id // stride].prompt_id, sample.request_id % stride) for sample in ordered]
+    ids = [
+        (prompts[sample.request_id // stride].prompt_id, sample.request_id % stride)
+        for sample in ordered
+    ]
     return Rollouts(
         prompt_ids=torch.tensor([prompt_id for prompt_id, _ in ids], dtype=torch.int64),
         sample_ids=torch.tensor([sample_id for _, sample_id in ids], dtype=torch.int64),
@@ -92,9 +95,16 @@ class GeneratorExecutor(Executor):
     name = GENERATOR
 
     def __init__(
-        self, config: RunConfig, start_step: int, replica: Replica, engine: Engine, tracer: Tracer
+        self,
+        config: RunConfig,
+        start_step: int,
+        replica: Replica,
+        make_engine: Callable[[], Engine],
+        tracer: Tracer,
     ):
-        self._config, self._replica, self._engine, self._tracer = config, replica, engine, tracer
+        self._config, self._replica, self._tracer = config, replica, tracer
+        self._make_engine = make_engine
+        self._running: Engine | None = None
         self._start_step = start_step
         self._batch_index = start_step
         self.version = -1
@@ -113,6 +123,7 @@ class GeneratorExecutor(Executor):
             if config.data.eval_path
             else None
         )
+        self._running = self._make_engine()  # last: data that cannot be used ends the run before
 
     def set_step(self, step: int) -> None:
         self._batch_index = step
@@ -134,14 +145,14 @@ class GeneratorExecutor(Executor):
         self.stopping = bool(message.stop)
 
     def get_model(self) -> Mapping[str, Tensor]:
-        return self._engine.parameters()
+        return self._engine().parameters()
 
     def begin_update(self) -> None:
         """New weights arrive: nothing can be sampled until `commit_update`."""
-        self._engine.poison()
+        self._engine().poison()
 
     def commit_update(self, version: int) -> None:
-        self._engine.commit(version)
+        self._engine().commit(version)
         self.version = version
 
     def step(self) -> None:
@@ -193,14 +204,12 @@ class GeneratorExecutor(Executor):
                 prompt=prompts[index].tokens,
                 max_tokens=rollout.max_response_length,
                 temperature=rollout.temperature if sample < n else 0.0,
-                seed=sampling_seed(
-                    self._config.seed, stream + prompts[index].prompt_id, sample
-                ),
+                seed=sampling_seed(self._config.seed, stream + prompts[index].prompt_id, sample),
                 eos_token_id=self._eos,
             )
             for index, sample in pairs
         ]
-        return to_rollouts(prompts, sample_all(self._engine, requests), stride)
+        return to_rollouts(prompts, sample_all(self._engine(), requests), stride)
 
     def _step_metrics(self) -> dict[str, float]:
         times = self._tracer.drain()
@@ -214,5 +223,10 @@ class GeneratorExecutor(Executor):
             "timing_s/gen": times["timing_s/gen"],
         }
 
+    def _engine(self) -> Engine:
+        assert self._running is not None, "init() builds the engine"
+        return self._running
+
     def close(self) -> None:
-        self._engine.close()
+        if self._running is not None:
+            self._running.close()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 
 from megarl import checkpoint
 from megarl.checkpoint import RunState, StartPoint
 from megarl.config import RunConfig
-from megarl.ddma.export import export_hf
+from megarl.ddma.export import HfExport, export_hf
+from megarl.ddma.transports import Group, Wait
 from megatron_bridge.io.hf import load_hf
 from megatron_bridge.layouts.megatron import megatron_manifest
 from megatron_bridge.models.families import load_spec
@@ -46,6 +47,14 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         clip_grad=trainer.clip_grad,
         distributed_optimizer=trainer.distributed_optimizer,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportLink:
+    """Over what the trainer's ranks send their shards to the one that writes."""
+
+    group: Group | None  # of the trainer's ranks; None: there is one
+    wait: Wait
 
 
 class Policy:
@@ -102,17 +111,21 @@ class Policy:
             logger.info("saved %s", folder)
         self._last_saved = self.version
 
-    def export(self, group: ProcessGroup) -> None:
+    def export(self, link: ExportLink) -> None:
         """Write the model as a Hugging Face folder into the run folder."""
         layout = self._config.trainer.layout
-        manifests = [
+        manifests = tuple(
             megatron_manifest(self.spec, layout, rank, fused_norms=self.model.fused_norms)
             for rank in range(layout.world_size)
-        ]
-        target = self._config.folder / HF_FOLDER
-        export_hf(
-            self.spec, manifests, self._rank, self.model.parameters(), group, self._source, target
         )
+        export = HfExport(
+            spec=self.spec,
+            manifests=manifests,
+            dtype=getattr(torch, self._config.model.dtype),
+            source_folder=self._source,
+            target_folder=self._config.folder / HF_FOLDER,
+        )
+        export_hf(export, self.model.parameters(), link.group, link.wait)
 
 
 def peak_memory_gib() -> float:

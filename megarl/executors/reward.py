@@ -98,7 +98,9 @@ class RewardExecutor(Executor):
         self._pool = RewardPool(
             config.reward.path, config.reward.num_processes, config.reward.timeout_seconds
         )
-        self._train_prompts = PromptDataset(Path(config.data.train_path), self._tokenizer, config.data)
+        self._train_prompts = PromptDataset(
+            Path(config.data.train_path), self._tokenizer, config.data
+        )
         self._eval_prompts = (
             PromptDataset(Path(config.data.eval_path), self._tokenizer, config.data)
             if config.data.eval_path
@@ -144,9 +146,13 @@ class RewardExecutor(Executor):
                 # Replicas send the same names: report their mean.
                 record[name] = (record[name] + value) / 2 if name in record else value
 
-    def _prompts_of(self, rollouts: Rollouts, dataset: PromptDataset, index: int) -> dict[int, Prompt]:
+    def _prompts_of(
+        self, rollouts: Rollouts, dataset: PromptDataset, index: int
+    ) -> dict[int, Prompt]:
         config = self._config
-        prompts = dataset.batch(index, config.data.train_batch_size, config.seed, config.data.shuffle)
+        prompts = dataset.batch(
+            index, config.data.train_batch_size, config.seed, config.data.shuffle
+        )
         known = {prompt.prompt_id: prompt for prompt in prompts}
         got = set(rollouts.prompt_ids.tolist())
         if got != set(known):
@@ -253,7 +259,8 @@ def split_batch(scored: Scored, config: RunConfig) -> list[TrainBatch]:
     parts = partition(lengths, layout.dp)
     budget, multiple = config.trainer.max_tokens_per_micro_batch, layout.pp if layout.vpp > 1 else 1
     packs = [
-        micro_batches([lengths[row] for row in rows], budget, multiple_of=multiple) for rows in parts
+        micro_batches([lengths[row] for row in rows], budget, multiple_of=multiple)
+        for rows in parts
     ]
     count = max(len(pack) for pack in packs)
     return [

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed import ProcessGroup
 
 from megarl.algorithms.losses import metrics_from_sums
 from megarl.algorithms.sft import sft_loss
@@ -23,7 +22,7 @@ from megarl.data.packing import micro_batches, partition
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
-from megarl.executors.policy import Policy, peak_memory_gib
+from megarl.executors.policy import ExportLink, Policy, peak_memory_gib
 from megarl.observe.trace import Tracer
 from megarl.topology import TRAINER
 from megarl.types import Message
@@ -52,12 +51,12 @@ class SftExecutor(Executor):
         config: RunConfig,
         start: StartPoint,
         rank: int,
-        group: ProcessGroup,
+        link: ExportLink,
         sink: Callable[[int, dict[str, float]], None],
         tracer: Tracer,
     ):
         self._config, self._start, self._rank = config, start, rank
-        self._group, self._sink, self._tracer = group, sink, tracer
+        self._link, self._sink, self._tracer = link, sink, tracer
         self._tokens, self._began = 0, time.monotonic()
 
     def init(self) -> None:
@@ -124,7 +123,7 @@ class SftExecutor(Executor):
             return
         self.policy.save()
         if self.policy.version == self._config.max_steps:
-            self.policy.export(self._group)
+            self.policy.export(self._link)
 
     def close(self) -> None:
         setup.destroy()

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.losses import metrics_from_sums, policy_loss
@@ -20,10 +19,10 @@ from megarl.checkpoint import StartPoint
 from megarl.config import Mode, RunConfig
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
-from megarl.executors.policy import Policy, peak_memory_gib
+from megarl.executors.policy import ExportLink, Policy, peak_memory_gib
 from megarl.observe.trace import Tracer
 from megarl.topology import TRAINER
-from megarl.types import Control, Message, MetricValues, PolicyVersion, TrainBatch
+from megarl.types import Control, Message, MetricValues, TrainBatch
 from megatron_bridge.runtime import setup
 from megatron_bridge.runtime.batch import MicroBatch
 from megatron_bridge.runtime.model import MegatronModel
@@ -76,10 +75,10 @@ class TrainerExecutor(Executor):
     name = TRAINER
 
     def __init__(
-        self, config: RunConfig, start: StartPoint, rank: int, group: ProcessGroup, tracer: Tracer
+        self, config: RunConfig, start: StartPoint, rank: int, link: ExportLink, tracer: Tracer
     ):
         self._config, self._start, self._rank = config, start, rank
-        self._group, self._tracer = group, tracer
+        self._link, self._tracer = link, tracer
         self._metrics: dict[str, float] = {}
         self._batch: TrainBatch | None = None
         self._reference: MegatronModel | None = None
@@ -129,7 +128,9 @@ class TrainerExecutor(Executor):
             )
         self.policy.version += 1
         self._metrics = self._step_metrics(result)
-        logger.info("step %d: loss %.5f, grad norm %.4f", self.version, result.loss, result.grad_norm)
+        logger.info(
+            "step %d: loss %.5f, grad norm %.4f", self.version, result.loss, result.grad_norm
+        )
 
     def _require_fresh(self, batch: TrainBatch) -> None:
         """Assert the staleness bound where tokens are consumed."""
@@ -201,7 +202,7 @@ class TrainerExecutor(Executor):
             self.policy.save()
         if self.version == self._config.max_steps and self._config.checkpoint.export_hf:
             with self._tracer.span("export_hf"):
-                self.policy.export(self._group)
+                self.policy.export(self._link)
 
     def close(self) -> None:
         setup.destroy()

@@ -98,7 +98,7 @@ def _open_tensorboard(folder: Path, purge_step: int | None) -> SummaryWriter:
     except ImportError as error:
         raise ConfigError(
             f"observe.tensorboard is true but TensorBoard cannot be imported ({error}): "
-            "pip install 'megarl[tensorboard]'"
+            "it is among megarl's requirements: pip install tensorboard"
         ) from error
     # purge_step hides the events that a resumed run writes again.
     return SummaryWriter(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
@@ -110,7 +110,7 @@ def _open_wandb(folder: Path, project: str, run_name: str) -> Any:  # Any: wandb
     except ImportError as error:
         raise ConfigError(
             f"observe.wandb_project is {project!r} but W&B cannot be imported ({error}): "
-            "pip install 'megarl[wandb]'"
+            "pip install 'megarl[track]'"
         ) from error
     # The id, kept in the run folder, lets a resumed run go on in the same W&B run.
     id_file = folder / "wandb_id"

@@ -25,6 +25,7 @@ from megatron_bridge.spec import LocalParam, RankManifest, Shard
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer
 
 
 class _Checkpoint:
@@ -156,9 +157,8 @@ class HfWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         for path in sorted(source.iterdir()):
-            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
-                if not path.name.endswith(".index.json"):
-                    shutil.copy2(path, self._folder / path.name)
+            if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+                shutil.copy2(path, self._folder / path.name)
         self._max_shard_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
@@ -210,5 +210,7 @@ class HfWriter:
             weight_map.update(dict.fromkeys(tensors, name))
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (self._folder / INDEX_NAME).write_text(
+                json.dumps(index, indent=2, sort_keys=True) + "\n"
+            )
         self._folder.rename(self._target)

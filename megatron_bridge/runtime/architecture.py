@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -90,14 +91,16 @@ def transformer_config(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        # batched messages of both directions would meet where both neighbours are one rank (pp 2)
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.sequence_parallel,
         num_layers_in_first_pipeline_stage=layout.num_layers_in_first_stage,
         num_layers_in_last_pipeline_stage=layout.num_layers_in_last_stage,
-        perform_initialization=False,
-        use_cpu_initialization=not fast["cuda"],
+        perform_initialization=True,  # without it shards lack the marks that gradient norms need
         bias_activation_fusion=fast["cuda"],
         apply_rope_fusion=fast["transformer_engine"],
         gradient_accumulation_fusion=fast["transformer_engine"] or fast["apex"],
@@ -157,18 +160,29 @@ def build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(False, vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(False, vp_stage),
         share_embeddings_and_output_weights=spec.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,  # pyright: ignore
+        position_embedding_type="rope" if uses_te() else "none",  # `PackedAttention` rotates itself
         vp_stage=vp_stage,
     )
-    scaling = dict(spec.rope_scaling)
-    if scaling:  # the constructor takes the factor only
-        rope = chunk.rotary_pos_emb
-        rope.inv_freq = rope._apply_scaling(
-            rope.inv_freq,
-            factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_max_position_embeddings=scaling["original_max_position_embeddings"],
-        )
+    if uses_te():
+        chunk.rotary_pos_emb.inv_freq = inverse_frequencies(spec)
     return chunk
+
+
+def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
+    """Return the rotary embedding's inverse frequencies [d/2] float32, scaled as llama3 does."""
+    rope = RotaryEmbedding(
+        kv_channels=spec.head_dim,
+        rotary_percent=1.0,
+        rotary_base=spec.rope_theta,  # pyright: ignore
+        use_cpu_initialization=True,
+    )
+    if not spec.rope_scaling:
+        return rope.inv_freq
+    scaling = dict(spec.rope_scaling)  # Megatron's constructor would take the factor only
+    return rope._apply_scaling(
+        rope.inv_freq,
+        factor=scaling["factor"],
+        low_freq_factor=scaling["low_freq_factor"],
+        high_freq_factor=scaling["high_freq_factor"],
+        original_max_position_embeddings=scaling["original_max_position_embeddings"],
+    )

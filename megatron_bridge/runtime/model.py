@@ -19,7 +19,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_bridge.parallel import TrainerLayout
-from megatron_bridge.runtime.architecture import build_chunk, transformer_config, uses_te
+from megatron_bridge.runtime.architecture import (
+    build_chunk,
+    inverse_frequencies,
+    transformer_config,
+    uses_te,
+)
 from megatron_bridge.runtime.attention import PackedSequences, pack
 from megatron_bridge.runtime.batch import MicroBatch, TokenOutputs
 from megatron_bridge.runtime.logprobs import token_logprobs, token_logprobs_and_entropy
@@ -75,6 +80,7 @@ class MegatronModel:
         self.spec, self.layout, self.settings = spec, layout, settings
         self.fused_norms = uses_te()
         self.config = transformer_config(spec, layout, settings.dtype, settings.recompute)
+        self._inverse_frequencies = inverse_frequencies(spec).to(device())
         self.chunks = [
             build_chunk(spec, layout, self.config, stage).to(device()) for stage in range(layout.vpp)
         ]
@@ -160,7 +166,7 @@ class MegatronModel:
             tokens=tokens[None],
             targets=tokens.roll(-1),
             first=first.to(device()),
-            packed=pack(lengths, device()),
+            packed=pack(lengths, self._inverse_frequencies, self.config.params_dtype),
             micro_batch=micro_batch,
         )
 
@@ -187,7 +193,8 @@ class MegatronModel:
         outputs = self._token_outputs(logits[0], item, plan)
         if item.micro_batch is not None:
             return consume(outputs, item.micro_batch)
-        return None if non_loss_data else (outputs.logprobs.sum() * 0, outputs.logprobs.new_zeros([], dtype=torch.int), None)
+        no_tokens = torch.zeros([], dtype=torch.int, device=logits.device)
+        return None if non_loss_data else (outputs.logprobs.sum() * 0, no_tokens, None)
 
     def _token_outputs(self, logits: Tensor, item: _Input, plan: Pass) -> TokenOutputs:
         group = parallel_state.get_tensor_model_parallel_group()

@@ -198,6 +198,9 @@ def _make_optimizer(model: MegatronModel, settings: OptimizerSettings) -> Chaine
     chunks: Any = model.chunks
     made = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     assert isinstance(made, ChainedOptimizer), type(made)
+    if device().type == "cpu":  # Megatron's fallback to torch's AdamW loops over parameters
+        for group in made.param_groups:
+            group["fused"] = True
     return made
 
 

@@ -124,17 +124,17 @@ def test_tensorboard_events_read_back_and_a_resume_hides_the_old_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "observe", "extra"),
+    ("module", "observe", "command"),
     [
-        ("wandb", {"wandb_project": "p"}, r"megarl\[wandb\]"),
-        ("torch.utils.tensorboard.writer", {"tensorboard": True}, r"megarl\[tensorboard\]"),
+        ("wandb", {"wandb_project": "p"}, r"pip install 'megarl\[track\]'"),
+        ("torch.utils.tensorboard.writer", {"tensorboard": True}, "pip install tensorboard"),
     ],
 )
-def test_a_missing_package_that_is_asked_for_names_its_extra(
-    tmp_path, monkeypatch, module, observe, extra
+def test_a_missing_package_that_is_asked_for_says_how_to_install_it(
+    tmp_path, monkeypatch, module, observe, command
 ):
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=extra):
+    with pytest.raises(ConfigError, match=command):
         _make_log(tmp_path, **observe)
 
 

@@ -1,4 +1,4 @@
-"""Reward functions for the tests of the pool; each behaves as its item's answer says."""
+"""Reward functions for the tests of the pool; `obey` behaves as its item's answer says."""
 
 from __future__ import annotations
 
@@ -10,42 +10,33 @@ import sys
 import time
 
 
+def _raise(response: str, extra: dict) -> float:
+    raise RuntimeError(f"no score for {response}")
+
+
+BEHAVIOURS = {
+    "sleep": lambda response, extra: time.sleep(600),
+    "hold the interpreter lock": lambda response, extra: re.match(r"(a+)+$", "a" * 40 + "b"),
+    "segfault": lambda response, extra: ctypes.string_at(0),
+    "exit": lambda response, extra: sys.exit(3),
+    "raise": _raise,
+    "nan": lambda response, extra: float("nan"),
+    "text": lambda response, extra: "1.0",
+    "nothing": lambda response, extra: None,
+    "no score": lambda response, extra: {"format": 1.0},
+    "reserved": lambda response, extra: {"score": 1.0, "errors": 1.0},
+    "extra": lambda response, extra: {"score": extra["weight"], "finished": extra["finished"]},
+    "torch": lambda response, extra: "torch" in sys.modules,
+    "pid": lambda response, extra: {"score": 1.0, "pid": os.getpid()},
+    "child": lambda response, extra: {"score": 1, "pid": subprocess.Popen(["sleep", "600"]).pid},
+    "input": lambda response, extra: len(sys.stdin.read()),
+}
+
+
 def obey(prompt: str, response: str, answer: str, extra: dict) -> object:
     """Do what `answer` says; otherwise return it as a number."""
-    match answer:
-        case "sleep":
-            time.sleep(600)
-        case "hold the interpreter lock":
-            re.match(r"(a+)+$", "a" * 40 + "b")
-        case "segfault":
-            ctypes.string_at(0)
-        case "exit":
-            sys.exit(3)
-        case "raise":
-            raise RuntimeError(f"no score for {response}")
-        case "nan":
-            return float("nan")
-        case "text":
-            return "1.0"
-        case "nothing":
-            return None
-        case "no score":
-            return {"format": 1.0}
-        case "reserved":
-            return {"score": 1.0, "errors": 1.0}
-        case "extra":
-            return {"score": extra["weight"], "finished": extra["finished"]}
-        case "torch":
-            return "torch" in sys.modules
-        case "pid":
-            return {"score": 1.0, "pid": os.getpid()}
-        case "child":
-            child = subprocess.Popen(["sleep", "600"])
-            return {"score": 1.0, "pid": child.pid}
-        case "input":
-            print("reward output", file=sys.stderr)
-            return len(sys.stdin.read())
-    return float(answer)
+    behaviour = BEHAVIOURS.get(answer)
+    return behaviour(response, extra) if behaviour else float(answer)
 
 
 def two_arguments(prompt: str, response: str) -> float:

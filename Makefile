@@ -1,0 +1,29 @@
+# Everything a newcomer needs; each target does its own set-up, a second call installs nothing.
+VENV ?= .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install quickstart test lint clean
+
+help: ## show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: ## virtual environment with both engines for CPUs
+	@tools/install_cpu.sh $(VENV)
+
+quickstart: install ## watch a language model learn arithmetic by asynchronous RL
+	rm -rf runs/quickstart runs/quickstart-sft
+	$(BIN)/megarl data data/arithmetic
+	$(BIN)/megarl sft configs/quickstart_sft.yaml
+	$(BIN)/megarl train configs/quickstart.yaml
+
+lint: install ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+test: lint ## all tests that need no GPU
+	$(BIN)/python -m pytest -q --durations=15
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) runs data build *.egg-info

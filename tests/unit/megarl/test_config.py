@@ -1,0 +1,99 @@
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from megarl.config import Mode, RunConfig, load_config, schema_rows, to_yaml
+from megarl.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+def _write(tmp_path: Path, text: str = "name: x\n") -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    assert load_config(path).name
+
+
+def test_overrides_win_over_the_file_and_keep_their_types(tmp_path: Path) -> None:
+    path = _write(tmp_path, "mode: async\ntrainer: {lr: 1.0e-3, layout: {tp: 2}}\n")
+    config = load_config(path, ("mode=sync", "trainer.layout.pp=2", "trainer.lr=1e-4"))
+    assert (config.mode, config.trainer.lr) == (Mode.SYNC, 1e-4)
+    assert (config.trainer.layout.tp, config.trainer.layout.pp) == (2, 2)
+
+
+def test_the_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    config = load_config(_write(tmp_path), ("mode=sync", "algorithm.adv_estimator=leave_one_out"))
+    again = load_config(_write(tmp_path, to_yaml(config)))
+    assert again == config
+    assert "mode: sync" in to_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.lrr=1", ["trainer.lrr", "did you mean 'trainer.lr'"]),
+        ("rolout.n=2", ["rolout", "did you mean 'rollout'"]),
+        ("trainer.lr=fast", ["trainer.lr", "fast"]),
+        ("mode=later", ["mode", "later"]),
+        ("trainer=3", ["trainer", "mapping"]),
+        ("trainer.layout.tp=0", ["trainer.layout.tp", "at least 1", "0"]),
+        ("trainer.layout.sequence_parallel=true", ["sequence_parallel", "tp is 1"]),
+        ("trainer.layout.vpp=2", ["vpp", "pp is 1"]),
+        ("rollout.top_p=0.9", ["top_p", "renormalised", "0.9"]),
+        ("rollout.top_k=50", ["top_k", "renormalised", "50"]),
+        ("rollout.temperature=0", ["rollout.temperature", "above 0"]),
+        ("algorithm.rho=0", ["algorithm.rho", "above 0"]),
+        ("model.dtype=float16", ["model.dtype", "float16"]),
+        ("trainer.lr_decay_style=step", ["lr_decay_style", "cosine"]),
+        ("fault.timeout_seconds=0", ["fault.timeout_seconds", "above 0"]),
+        ("name", ["name", "key=value"]),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_key(
+    tmp_path: Path, override: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(_write(tmp_path), (override,))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_leave_one_out_needs_two_samples(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rollout.n"):
+        load_config(_write(tmp_path), ("algorithm.adv_estimator=leave_one_out", "rollout.n=1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("nonsense: 1\n", "nonsense"), ("- a\n", "mapping"), ("a: [\n", "readable YAML")],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = _write(tmp_path, text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_the_schema_lists_exactly_the_keys_of_a_resolved_configuration() -> None:
+    def leaves(node: dict, prefix: str = "") -> list[str]:
+        return [
+            leaf
+            for key, value in node.items()
+            for leaf in (
+                leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+            )
+        ]
+
+    resolved = OmegaConf.to_container(OmegaConf.create(to_yaml(RunConfig())))
+    assert isinstance(resolved, dict)
+    assert [row[0] for row in schema_rows(RunConfig)] == leaves(resolved)
