@@ -123,8 +123,7 @@ def _step_hook(world: World) -> Callable[[int], None]:
 def _open_metrics(rank: Rank) -> MetricsLog:
     config = rank.config
     metrics = MetricsLog(config.folder, config.observe, config.name)
-    if rank.start.step:
-        metrics.truncate(rank.start.step)
+    metrics.truncate(rank.start.step)
     return metrics
 
 

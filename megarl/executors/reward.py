@@ -58,7 +58,10 @@ def merge(parts: Sequence[Rollouts]) -> Rollouts:
 
     def columns(name: str) -> Tensor:
         flat = torch.cat([getattr(part, name) for part in parts]).split(lengths.tolist())
-        return torch.cat([flat[row] for row in order]) if order else torch.cat(flat)
+        return torch.cat([flat[row] for row in order])
+
+    if not order:
+        return parts[0]
 
     return Rollouts(
         prompt_ids=rows("prompt_ids"),

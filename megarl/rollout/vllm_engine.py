@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,14 +45,12 @@ class EngineSettings:
     seed: int  # of vLLM's dummy weights; sampling takes its seeds from the requests
     enforce_eager: bool
     prefix_caching: bool
-    job: str  # unique name of this run and replica on the host: names shared memory
+    job: str  # name of this run and replica, for error messages
     load_weights: bool = False  # True: read them from model_path; False: wait for a commit
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"engine dtype is {self.dtype!r}, expected float32 or bfloat16")
-        if not re.fullmatch(r"[\w.-]+", self.job):
-            raise ConfigError(f"engine job is {self.job!r}, expected letters, digits, '_.-' only")
         for name in ("tp", "max_model_len", "max_running_sequences", "kv_cache_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine {name} is {getattr(self, name)}, expected at least 1")
@@ -83,24 +80,23 @@ class VllmEngine(Engine):
         Raises:
             ConfigError: the default process group or the environment does not fit `settings`.
         """
-        rank = _own_rank(settings)
+        _check_world(settings)
         on_gpu = torch.cuda.is_available()
         _set_environment(on_gpu)
         from megarl.rollout.vllm_worker import (
             StatelessSampler,
+            drop_message_queue,
             keep_cpu_weights_live,
             keep_default_group,
-            unlink_shared_memory,
         )
 
-        self._job, self._rank, self._on_gpu = settings.job, rank, on_gpu
+        self._job, self._on_gpu = settings.job, on_gpu
         self._partials: dict[str, _Partial] = {}
         self._seeds: dict[str, int] = {}
         self._version = 0
         keep_default_group()
         if not on_gpu:
             keep_cpu_weights_live()
-            unlink_shared_memory(settings.job, rank)  # a killed run of this name left them
         with _own_random_state():
             self._llm = _build(settings, on_gpu)
         self._core = self._llm.engine_core
@@ -108,8 +104,8 @@ class VllmEngine(Engine):
         self._model: torch.nn.Module = runner.model
         self._max_model_len = settings.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
+        drop_message_queue()
         if not on_gpu:
-            unlink_shared_memory(settings.job, rank)  # all ranks have mapped it: need no name
             runner.sampler.topk_topp_sampler.forward = StatelessSampler(runner, self._seeds)
         self._state = _State.COMMITTED if settings.load_weights else _State.POISONED
 
@@ -125,12 +121,12 @@ class VllmEngine(Engine):
         self._require_open()
         if self._partials:
             raise WeightSyncError(
-                f"cannot commit version {version}: {len(self._partials)} requests are unfinished "
+                f"{self._job}: cannot commit version {version}: {len(self._partials)} requests are unfinished "
                 f"under version {self._version}; let them end or abort them first"
             )
         if not self._core.reset_prefix_cache():
             raise WeightSyncError(
-                f"cannot commit version {version}: vLLM's prefix cache is in use and was not reset"
+                f"{self._job}: cannot commit version {version}: vLLM's prefix cache is in use and was not reset"
             )
         self._core.reset_mm_cache()
         self._core.reset_encoder_cache()
@@ -167,23 +163,20 @@ class VllmEngine(Engine):
     def close(self) -> None:
         if self._state is _State.CLOSED:
             return
-        from megarl.rollout.vllm_worker import unlink_shared_memory
-
         self._state = _State.CLOSED
         self._partials.clear()
         self._core.shutdown()
-        unlink_shared_memory(self._job, self._rank)
         del self._llm, self._core, self._model
 
     def _require_open(self) -> None:
         if self._state is _State.CLOSED:
-            raise RuntimeError("the engine is closed")
+            raise RuntimeError(f"{self._job}: the engine is closed")
 
     def _require_committed(self, action: str) -> None:
         self._require_open()
         if self._state is _State.POISONED:
             raise WeightSyncError(
-                f"cannot {action}: weights are being written since version {self._version}, "
+                f"{self._job}: cannot {action}: weights are being written since version {self._version}, "
                 "expected a commit first"
             )
 
@@ -211,10 +204,12 @@ class VllmEngine(Engine):
         if output.finish_reason is None:
             return None
         if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise RuntimeError(f"vLLM ended request {output.request_id}: {output.finish_reason}")
+            raise RuntimeError(
+                f"{self._job}: vLLM ended request {output.request_id}: {output.finish_reason}"
+            )
         if not math.isfinite(sum(partial.logprobs)):
             raise WeightSyncError(
-                f"request {output.request_id}: a log-probability under version {self._version} "
+                f"{self._job}: a log-probability of request {output.request_id} under version {self._version} "
                 "is not finite; the weights are damaged"
             )
         del self._partials[output.request_id], self._seeds[output.request_id]
@@ -227,17 +222,19 @@ class VllmEngine(Engine):
         )
 
 
-def _own_rank(settings: EngineSettings) -> int:
+def _check_world(settings: EngineSettings) -> None:
     if not dist.is_initialized() or dist.get_world_size() != settings.tp:
         size = dist.get_world_size() if dist.is_initialized() else "none"
         raise ConfigError(
-            f"torch's default process group has size {size}, expected the replica's tp {settings.tp}"
+            f"{settings.job}: torch's default process group has size {size}, "
+            f"expected the replica's tp {settings.tp}"
         )
     expected = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(settings.tp)}
     got = {name: os.environ.get(name) for name in expected}
     if got != expected or "LOCAL_RANK" not in os.environ:
-        raise ConfigError(f"environment has {got}, expected {expected} and LOCAL_RANK")
-    return dist.get_rank()
+        raise ConfigError(
+            f"{settings.job}: environment has {got}, expected {expected} and LOCAL_RANK"
+        )
 
 
 def _set_environment(on_gpu: bool) -> None:
@@ -272,7 +269,7 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from megarl.rollout.vllm_worker import cpu_executor
+    from megarl.rollout.vllm_worker import GlooExecutor
 
     arguments = EngineArgs(
         model=settings.model_path,
@@ -286,7 +283,7 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
         enable_prefix_caching=settings.prefix_caching,
         enforce_eager=settings.enforce_eager or not on_gpu,
         tensor_parallel_size=settings.tp,
-        distributed_executor_backend="external_launcher" if on_gpu else cpu_executor(settings.job),
+        distributed_executor_backend="external_launcher" if on_gpu else GlooExecutor,
         logprobs_mode="processed_logprobs",  # after the temperature
         skip_tokenizer_init=True,
         generation_config="vllm",  # no sampling defaults from the model folder

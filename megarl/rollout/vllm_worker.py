@@ -1,12 +1,11 @@
 """What megarl changes inside vLLM's worker: live CPU weights, stateless seeds, a clean end.
 
-`megarl.rollout.vllm_engine` calls each function once while it builds an engine; it imports this
-file late, since importing it imports vLLM. On GPUs only `keep_default_group` is used.
+`megarl.rollout.vllm_engine` uses each once while it builds an engine; it imports this file late,
+since importing it imports vLLM. On GPUs only what concerns process groups is used.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def _use_weight_in_place(layer: Any, remove_weight: bool) -> None:
@@ -57,25 +54,23 @@ def keep_default_group() -> None:
     parallel_state.destroy_distributed_environment = _destroy_own_groups
 
 
-def cpu_executor(job: str) -> type[ExecutorWithExternalLauncher]:
-    """Return the external launcher with shared-memory names of its own.
+class GlooExecutor(ExecutorWithExternalLauncher):
+    """The external launcher whose tensor-parallel ranks talk over gloo.
 
-    The CPU build names its shared memory by what follows the last colon of the init method, which
-    is the same for every engine of a host; the process group exists, so nothing else reads it.
+    The CPU build prefers busy-waiting shared memory, named after what follows the last colon of
+    the init method: one name for all engines of a host, left behind by a killed one, and a rank
+    whose peer died spins for ever. Ranks that disagree on the name use their process group, which
+    exists already, so that nothing else reads the method.
     """
 
-    class JobExecutor(ExecutorWithExternalLauncher):
-        def _distributed_args(self) -> tuple[str, int, int]:
-            _, rank, local_rank = super()._distributed_args()
-            return f"tcp://megarl:{job}", rank, local_rank
-
-    return JobExecutor
+    def _distributed_args(self) -> tuple[str, int, int]:
+        _, rank, local_rank = super()._distributed_args()
+        return f"tcp://megarl:no-shared-memory-{rank}", rank, local_rank
 
 
-def unlink_shared_memory(job: str, rank: int) -> None:
-    """Remove this rank's shared-memory names; memory that is mapped stays usable."""
-    for path in SHARED_MEMORY.glob(f"*{job}-[tp]p*cpushm*"):
-        path.unlink(missing_ok=True)
+def drop_message_queue() -> None:
+    """Free the shared memory that vLLM makes for driver processes, which megarl has not."""
+    parallel_state.get_tp_group().mq_broadcaster = None
 
 
 class StatelessSampler:

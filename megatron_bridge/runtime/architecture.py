@@ -100,7 +100,10 @@ def transformer_config(
         sequence_parallel=layout.sequence_parallel,
         num_layers_in_first_pipeline_stage=layout.num_layers_in_first_stage,
         num_layers_in_last_pipeline_stage=layout.num_layers_in_last_stage,
-        perform_initialization=True,  # without it shards lack the marks that gradient norms need
+        # initialisation also marks the shards, which gradient norms need; zeros draw no numbers
+        perform_initialization=True,
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
         bias_activation_fusion=fast["cuda"],
         apply_rope_fusion=fast["transformer_engine"],
         gradient_accumulation_fusion=fast["transformer_engine"] or fast["apex"],

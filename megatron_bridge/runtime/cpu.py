@@ -33,6 +33,7 @@ def apply_substitutions() -> None:
     _substitute_random_state()
     _substitute_factories()
     _substitute_type_names()
+    _substitute_step_counter()
 
 
 def _substitute_current_device() -> None:
@@ -130,3 +131,20 @@ def _substitute_type_names() -> None:
     optimizer.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(
         optimizer.clip_grad_by_total_norm_fp32
     )
+
+
+def _substitute_step_counter() -> None:
+    """A distributed optimizer over torch's AdamW (there is no fused Adam on CPUs) cannot load the
+    "fully_reshardable" format: it seeks each parameter's step among the saved tensors, where it is
+    not; and it has set one counter for all parameters, which every one of them would advance.
+    """
+    sharded = distrib_optimizer.DistributedOptimizer
+    original = sharded._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        state["step"] = state["step"].clone()
+        original(self, model_param, {**tensors, "step": state["step"]})
+
+    sharded._set_main_param_and_optimizer_states = with_step

@@ -82,7 +82,8 @@ class MegatronModel:
         self.config = transformer_config(spec, layout, settings.dtype, settings.recompute)
         self._inverse_frequencies = inverse_frequencies(spec).to(device())
         self.chunks = [
-            build_chunk(spec, layout, self.config, stage).to(device()) for stage in range(layout.vpp)
+            build_chunk(spec, layout, self.config, stage).to(device())
+            for stage in range(layout.vpp)
         ]
         for chunk in self.chunks:
             for parameter in chunk.parameters():

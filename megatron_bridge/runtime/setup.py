@@ -71,3 +71,8 @@ def initialize(layout: TrainerLayout, seed: int) -> None:
 def destroy() -> None:
     """Forget Megatron's groups, so that `initialize` may be called again."""
     parallel_state.destroy_model_parallel()
+
+
+def barrier() -> None:
+    """Wait until all ranks of the executor world are here; every one of them enters."""
+    torch.distributed.barrier()

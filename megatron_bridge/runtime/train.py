@@ -198,10 +198,26 @@ def _make_optimizer(model: MegatronModel, settings: OptimizerSettings) -> Chaine
     chunks: Any = model.chunks
     made = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     assert isinstance(made, ChainedOptimizer), type(made)
-    if device().type == "cpu":  # Megatron's fallback to torch's AdamW loops over parameters
-        for group in made.param_groups:
-            group["fused"] = True
+    for chained in made.chained_optimizers:
+        if isinstance(chained.optimizer, torch.optim.AdamW):
+            _ready_torch_adam(chained.optimizer)
     return made
+
+
+def _ready_torch_adam(adam: torch.optim.AdamW) -> None:
+    """Make Megatron's fallback (no Transformer Engine, no Apex) use torch's fused kernel.
+
+    Its state is allocated here because checkpoints of the distributed optimizer read and write it
+    also before the first step.
+    """
+    for group in adam.param_groups:
+        group["fused"] = True
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
 
 
 def _make_scheduler(

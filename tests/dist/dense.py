@@ -128,7 +128,9 @@ def micro_batch(case: Case, members: list[int]) -> MicroBatch:
     )
 
 
-def dense_logprobs(model: torch.nn.Module, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def dense_logprobs(
+    model: torch.nn.Module, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy [n] of each token of one sequence; 0 for the first."""
     logits = model(input_ids=tokens[None], use_cache=False).logits[0].double() / temperature
     table = logits.log_softmax(-1)[:-1]
@@ -145,7 +147,10 @@ def train_dense(case: Case, steps: int) -> list[DenseStep]:
     matrices = [p for p in parameters if p.dim() > 1]
     vectors = [p for p in parameters if p.dim() == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        [
+            {"params": matrices, "weight_decay": WEIGHT_DECAY},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
         lr=LR,
         eps=EPS,
     )
@@ -163,7 +168,9 @@ def train_dense(case: Case, steps: int) -> list[DenseStep]:
         norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        found.append(DenseStep(float(total.detach() / count), float(norm), count, entropy_sum, weights))
+        found.append(
+            DenseStep(float(total.detach() / count), float(norm), count, entropy_sum, weights)
+        )
     return found
 
 

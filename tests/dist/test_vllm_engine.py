@@ -74,7 +74,7 @@ def _make_settings(model_path: str, **changes: Any) -> EngineSettings:
         "seed": 0,
         "enforce_eager": True,
         "prefix_caching": True,
-        "job": f"megarl-test-{os.getpid()}",
+        "job": "replica-0",
     }
     return EngineSettings(**values | changes)
 
@@ -215,9 +215,15 @@ def _one_engine(rank: int, size: int, path: str) -> dict[str, Any]:
     ones = torch.ones(1)
     dist.all_reduce(ones)
     seen["default group works"] = ones.item() == size
-    seen["shared memory"] = [p.name for p in Path("/dev/shm").glob(f"*{settings.job}*")]
+    seen["shared memory"] = _shared_memory()
     seen["children"] = [" ".join(c.cmdline()) for c in psutil.Process().children(recursive=True)]
     return seen
+
+
+def _shared_memory() -> list[str]:
+    """Return the shared memory that this process has mapped, locks of the test queue apart."""
+    maps = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return [name for name in maps if name.startswith("/dev/shm/") and "/sem." not in name]
 
 
 def _refusal_runtime(action: Callable[[], object]) -> str:
@@ -249,17 +255,7 @@ def _sampling(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
     seen["chunked"] = [chunked[request.request_id].tokens for request in long]
     seen["not chunked"] = [_run(engine, [request])[request.request_id].tokens for request in long]
 
-    same = [
-        SampleRequest(
-            request_id=seed,
-            prompt=(3, 4, 5),
-            max_tokens=1,
-            temperature=1.0,
-            seed=seed,
-            eos_token_id=EOS,
-        )
-        for seed in range(4000)
-    ]
+    same = _make_requests([(3, 4, 5)] * 4000, max_tokens=1)  # seeds 100, 101, ...
     drawn = [sample.tokens[0] for sample in _run(engine, same).values()]
     seen["counts"] = torch.bincount(torch.tensor(drawn), minlength=VOCAB).tolist()
     with torch.no_grad():
@@ -269,7 +265,8 @@ def _sampling(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
 def _limits(engine: VllmEngine, seen: dict[str, Any]) -> None:
     requests = _make_requests(_make_prompts(64, 9, seed=3), max_tokens=12)
     seen["limited"] = list(_run(engine, requests).values())
-    seen["used id"] = _refusal(lambda: engine.add(_make_requests([[2], [2]], request_id=1)))
+    engine.add(_make_requests([[2]]))
+    seen["used id"] = _refusal(lambda: engine.add(_make_requests([[2]])))
     engine.abort_all()
     seen["long"] = _refusal(lambda: engine.add(_make_requests([[2] * 500], max_tokens=13)))
     seen["foreign token"] = _refusal(lambda: engine.add(_make_requests([[VOCAB]])))
@@ -312,7 +309,7 @@ def _updates(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = _make_model(tmp_path_factory.mktemp("models"), "llama_tied")
-    return run_ranks(_one_engine, 1, path)[0]
+    return run_ranks(_one_engine, 1, path, timeout=400)[0]
 
 
 def test_an_engine_without_a_committed_version_refuses_to_sample(seen: dict[str, Any]) -> None:
@@ -359,7 +356,7 @@ def test_a_sample_is_finished_only_where_it_ends_with_eos(seen: dict[str, Any]) 
 
 
 def test_requests_that_cannot_be_honoured_are_refused(seen: dict[str, Any]) -> None:
-    assert "request 1 is not finished" in seen["used id"]
+    assert "request 0 is not finished" in seen["used id"]
     assert "exceed max_model_len 512" in seen["long"]
     assert "0..31" in seen["foreign token"]
 
@@ -387,7 +384,7 @@ def test_the_process_is_left_as_it_was(seen: dict[str, Any]) -> None:
     assert seen["random state kept"]
     assert seen["threads kept"]
     assert seen["default group works"]
-    assert seen["step after close"] == "the engine is closed"
+    assert seen["step after close"] == "replica-0: the engine is closed"
     assert seen["shared memory"] == []
     assert seen["children"] == []
 
@@ -428,7 +425,7 @@ def _families(rank: int, size: int, paths: dict[str, str]) -> dict[str, dict[str
 
 def test_families_load_bit_for_bit_and_take_writes(tmp_path: Path) -> None:
     paths = {family: _make_model(tmp_path, family) for family in ("llama", "qwen2", "qwen3")}
-    (seen,) = run_ranks(_families, 1, paths)
+    (seen,) = run_ranks(_families, 1, paths, timeout=400)
     assert "expected the replica's tp 2" in seen.pop("wrong world")["refusal"]
     for family, found in seen.items():
         expected, got = found["names"]
@@ -453,21 +450,20 @@ def _replica(rank: int, size: int, path: str, folder: str) -> dict[str, Any]:
     store = dist.FileStore(f"{folder}/{index}", len(ranks))
     dist.init_process_group("gloo", store=store, rank=local, world_size=len(ranks))
     _enter_world(local, len(ranks))
-    job = f"megarl-test-{Path(folder).name}-{index}"
-    engine = VllmEngine(_make_settings(path, tp=len(ranks), job=job, load_weights=True))
-    left_while_running = [p.name for p in Path("/dev/shm").glob(f"*{job}*")]
+    engine = VllmEngine(_make_settings(path, tp=len(ranks), load_weights=True))
+    shared_memory = _shared_memory()
     samples = _run(engine, _make_requests(_make_prompts(32, 9, seed=1)))
     dist.barrier()
     engine.close()
-    return {"samples": samples, "left": left_while_running}
+    return {"samples": samples, "shared memory": shared_memory}
 
 
 def test_replicas_of_tp_1_and_2_share_a_host_and_sample_alike(tmp_path: Path) -> None:
     path = _make_model(tmp_path, "llama")
-    seen = run_ranks(_replica, 4, path, str(tmp_path))
+    seen = run_ranks(_replica, 4, path, str(tmp_path), timeout=400)
     first = seen[0]["samples"]
     for rank, found in enumerate(seen):
-        assert found["left"] == [], rank
+        assert found["shared memory"] == [], rank
         assert len(found["samples"]) == 32
         for request_id, sample in found["samples"].items():
             assert sample.tokens == first[request_id].tokens, rank

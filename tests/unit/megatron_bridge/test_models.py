@@ -158,7 +158,7 @@ def test_a_generator_layout_that_does_not_fit_is_refused() -> None:
         check_generator_layout(make_spec(), GeneratorLayout(tp=3))
     with pytest.raises(PlanError, match="generator tp 4 is neither"):
         check_generator_layout(make_spec(num_heads=24, num_kv_heads=6), GeneratorLayout(tp=4))
+    spec = make_spec(num_heads=12, num_kv_heads=3)
     with pytest.raises(PlanError, match="padded vocabulary of 128 rows"):
-        spec = make_spec(num_heads=12, num_kv_heads=3)
         check_generator_layout(spec, GeneratorLayout(tp=3))
     check_generator_layout(make_spec(num_kv_heads=1), GeneratorLayout(tp=8, replicas=3))

@@ -165,6 +165,7 @@ def test_a_module_that_ends_its_process_on_import_is_an_error(
     assert pool.score(_items("x", "exit")).scores == [1.0, 1.0]
     file.write_text("import os\nos._exit(4)\n")
     pool._workers[0].process.kill()
+    pool._workers[0].process.wait()
     with pytest.raises(RewardError, match="died while importing it, exit code 4"):
         pool.score(_items("x"))
     with pytest.raises(RewardError, match="closed"):
