@@ -58,6 +58,8 @@ class LocalLauncher:
         handlers = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
         view = TerminalView(self._console)
         try:
+            ranks = ", ".join(f"{len(p.ranks)} {p.name}" for p in self._job.topology.places)
+            self._say(f"starting {ranks} ranks; their logs are in {self._job.folder / 'logs'}")
             for rank in range(self._job.topology.size):
                 self._children[rank] = self._start(rank)
             return self._watch(view, MetricsTail(self._job.folder / METRICS_FILE))
@@ -73,7 +75,7 @@ class LocalLauncher:
         self._store.set(STOP_KEY, "1")
         if self._signals > 1:
             raise KeyboardInterrupt
-        self._console.print("[yellow]stopping: saving a checkpoint; again to end at once[/yellow]")
+        self._say("stopping: saving a checkpoint; again to end at once", style="yellow")
 
     def _log_path(self, rank: int) -> Path:
         return self._job.folder / "logs" / f"{self._job.topology.label(rank)}.log"
@@ -127,22 +129,22 @@ class LocalLauncher:
         failures = self._failures()
         culprit = self._culprit(failures)
         label = self._job.topology.label(culprit)
-        self._console.print(
-            f"[red]rank {culprit} ({label}) {self._ending(culprit)}[/red]", highlight=False
-        )
-        for rank, status in statuses.items():
-            if rank == culprit and status is not None:
-                self._console.print(f"  it was in: {status.describe(now)}", markup=False)
-        self._console.print("what its peers waited for:")
+        self._say(f"rank {culprit} ({label}) {self._ending(culprit)}", style="bold red")
+        if (status := statuses[culprit]) is not None:
+            self._say(f"  it was in: {status.describe(now)}")
+        self._say("what its peers waited for:")
         for rank, status in statuses.items():
             if rank == culprit:
                 continue
-            said = failures[rank].message.splitlines()[0] if rank in failures else ""
-            doing = (
-                status.describe(now) if status else f"{self._job.topology.label(rank)}: starting"
-            )
-            self._console.print(f"  rank {rank} ({doing})  {said}", markup=False, highlight=False)
+            if rank in failures:
+                self._say(f"  {failures[rank].message.splitlines()[0]}")
+            else:
+                doing = status.describe(now) if status else "starting"
+                self._say(f"  rank {rank} ({self._job.topology.label(rank)}): {doing}")
         self._print_log_tail(culprit)
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _failures(self) -> dict[int, Failure]:
         keys = {rank: f"{FAILURE_KEY}/{rank}" for rank in self._children}
@@ -170,9 +172,9 @@ class LocalLauncher:
     def _print_log_tail(self, rank: int) -> None:
         path = self._log_path(rank)
         lines = path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        self._console.print(f"last lines of {path}:")
+        self._say(f"last lines of {path}:")
         for line in lines:
-            self._console.print(f"  {line}", markup=False, highlight=False)
+            self._say(f"  {line}")
 
     def _end_children(self) -> None:
         """End what still runs: SIGTERM, then SIGKILL, to each child's whole session."""

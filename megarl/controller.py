@@ -88,4 +88,11 @@ class ExecutorController:
             executor.save_checkpoint()
             if executor.stopping:
                 logger.info("stopped by request after tick %d", tick)
+                self._report_last_step()
                 return
+
+    def _report_last_step(self) -> None:
+        """Bring the metrics of the tick that ends the run to where they are written."""
+        self._channels[TRAINER_METRICS].communicate()
+        if self._executor.name == REWARD:
+            self._executor.step()

@@ -40,7 +40,8 @@ class Status:
     since: float  # seconds since the epoch
 
     def describe(self, now: float) -> str:
-        return f"{self.label}: {self.what or 'between two spans'}, tick {self.step}, since {now - self.since:.1f} s"
+        what = self.what or "between two spans"
+        return f"{self.label}, tick {self.step}: {what} for {now - self.since:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,11 @@ class Rendezvous:
     port: int
     is_store_host: bool  # this process hosts the store (else the launcher does)
     timeout_seconds: float
+
+
+def _is_closed(error: BaseException) -> bool:
+    """Whether a process group says that a peer is gone, in gloo's or NCCL's words."""
+    return "onnection closed" in str(error) or "onnection reset" in str(error)
 
 
 def read_status(store: dist.Store, rank: int) -> Status | None:
@@ -149,7 +155,7 @@ class World:
 
     def report_failure(self, error: BaseException) -> None:
         """Leave word of this rank's end for whoever watches the job."""
-        gone = isinstance(error, ChannelError | ChannelTimeout) or "onnection" in str(error)
+        gone = isinstance(error, ChannelError | ChannelTimeout) or _is_closed(error)
         failure = Failure(
             time=time.time(), message=f"{type(error).__name__}: {error}", by_peer=gone
         )
@@ -177,9 +183,10 @@ class World:
                 if future.done() or time.monotonic() - began > self.timeout_seconds:
                     raise ChannelTimeout(self._report(label, began)) from error
             except RuntimeError as error:
-                expired = time.monotonic() - began >= self.timeout_seconds
-                kind = ChannelTimeout if expired else ChannelError
-                raise kind(f"{self._report(label, began)}: {error}") from error
+                if time.monotonic() - began >= self.timeout_seconds:
+                    raise ChannelTimeout(self._report(label, began)) from error
+                ending = "a peer closed the connection" if _is_closed(error) else str(error)
+                raise ChannelError(f"{self._report(label, began)}: {ending}") from error
 
     def _report(self, label: str, began: float) -> str:
         seconds = time.monotonic() - began

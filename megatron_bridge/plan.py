@@ -10,6 +10,8 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
+from operator import add, le, sub
 
 from megatron_bridge.box import Box
 from megatron_bridge.errors import PlanError
@@ -93,7 +95,7 @@ class TransferPlan:
         sent = dict.fromkeys(self.source_ranks, 0)
         received = dict.fromkeys(self.target_ranks, 0)
         for item in self.operations:
-            size = item.box.numel * itemsize
+            size = _numel(item.box) * itemsize
             sent[item.source_rank] += size
             received[item.target_rank] += size
         total = sum(sent.values())
@@ -104,6 +106,11 @@ class TransferPlan:
             received_bytes=received,
             imbalance=max(sent.values()) * len(sent) / total if total else 1.0,
         )
+
+
+def _numel(box: Box) -> int:
+    """`Box.numel` for the loops over all operations, where its generators take half the time."""
+    return prod(map(sub, box.stop, box.start))
 
 
 def _rows(box: Box, low: int, high: int) -> Box:
@@ -136,7 +143,7 @@ def schedule(
         ends = (("source", item.source_rank), ("target", item.target_rank))
         current = [at.get(end, (0, 0, 0)) for end in ends]
         number = max(place[0] for place in current)
-        numel = item.box.numel
+        numel = _numel(item.box)
         if any(
             place[0] == number
             and (place[1] >= max_operations or (place[2] and place[2] + numel > max_numel))
@@ -150,10 +157,11 @@ def schedule(
 
 
 def _split(item: Operation, max_numel: int) -> list[Operation]:
-    if item.box.numel <= max_numel:
+    numel = _numel(item.box)
+    if numel <= max_numel:
         return [item]
     count = item.box.shape[0]
-    step = max(1, max_numel * count // item.box.numel)
+    step = max(1, max_numel * count // numel)
     return [item.rows(low, min(low + step, count)) for low in range(0, count, step)]
 
 
@@ -173,7 +181,15 @@ def _regions(manifests: Sequence[RankManifest]) -> dict[str, dict[Box, list[Hold
 
 
 def _offset(frm: Box, to: Box) -> tuple[int, ...]:
-    return tuple(b - a for a, b in zip(frm.start, to.start, strict=True))
+    return tuple(map(sub, to.start, frm.start))
+
+
+def _moved(box: Box, frm: Box, to: Box) -> Box:
+    """Return ``box``, which lies in ``frm``, where it lies in ``to``."""
+    offset = _offset(frm, to)
+    if not any(offset):
+        return box
+    return Box(tuple(map(add, box.start, offset)), tuple(map(add, box.stop, offset)))
 
 
 def _operation(source: Holder, target: Holder, region: Box) -> Operation:
@@ -184,9 +200,9 @@ def _operation(source: Holder, target: Holder, region: Box) -> Operation:
         tensor=held.tensor,
         box=region,
         source_param=held.param,
-        source_box=region.shift(_offset(held.box, held.local)),
+        source_box=_moved(region, held.box, held.local),
         target_param=wanted.param,
-        target_box=region.shift(_offset(wanted.box, wanted.local)),
+        target_box=_moved(region, wanted.box, wanted.local),
     )
 
 
@@ -208,22 +224,23 @@ def plan(source: Sequence[RankManifest], target: Sequence[RankManifest]) -> Tran
             for box, holders in held.get(tensor, {}).items():
                 region = box.intersect(wanted)
                 if region is not None:
+                    size = -region.numel
                     pieces += [
-                        (-region.numel, tensor, region, taker[0], taker[1].local, taker, holders)
+                        (size, tensor, region, taker[0], taker[1].local, taker, holders)
                         for taker in takers
                     ]
     pieces.sort(key=lambda piece: piece[:5])
     load: dict[int, int] = defaultdict(int)
     pairs: set[tuple[int, int]] = set()
     operations: list[Operation] = []
-    for _, _, region, taker_rank, _, taker, holders in pieces:
+    for size, _, region, taker_rank, _, taker, holders in pieces:
 
         def cost(holder: Holder, taker_rank: int = taker_rank) -> tuple[int, int]:
             known = (holder[0], taker_rank) in pairs
             return load[holder[0]] + (0 if known else _NEW_PEER_NUMEL), holder[0]
 
         chosen = min(holders, key=cost)
-        load[chosen[0]] += region.numel
+        load[chosen[0]] -= size
         pairs.add((chosen[0], taker_rank))
         operations.append(_operation(chosen, taker, region))
     operations.sort()
@@ -302,8 +319,9 @@ def _find(shards: Sequence[Shard], item: Operation, local: Box, where: str) -> N
     for shard in shards:
         if (
             shard.tensor == item.tensor
-            and shard.box.contains(item.box)
-            and item.box.shift(_offset(shard.box, shard.local)) == local
+            and all(map(le, shard.box.start, item.box.start))
+            and all(map(le, item.box.stop, shard.box.stop))
+            and _moved(item.box, shard.box, shard.local) == local
         ):
             return
     raise PlanError(
@@ -324,10 +342,10 @@ def _prove_param(rank: int, param: LocalParam, items: list[Operation]) -> None:
     # Disjoint operations inside the shards cover them exactly when they have as many elements.
     covered: dict[str, int] = defaultdict(int)
     for item in items:
-        covered[item.tensor] += item.box.numel
+        covered[item.tensor] += _numel(item.box)
     needed: dict[str, int] = defaultdict(int)
     for shard in param.shards:
-        needed[shard.tensor] += shard.box.numel
+        needed[shard.tensor] += _numel(shard.box)
     for tensor, numel in needed.items():
         if covered[tensor] != numel:
             raise PlanError(

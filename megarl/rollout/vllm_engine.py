@@ -195,14 +195,14 @@ class VllmEngine(Engine):
 
     def _take(self, output: EngineCoreOutput) -> Sample | None:
         """Collect one request's new tokens; return its sample where it ended."""
-        from vllm.v1.engine import FinishReason
-
         partial = self._partials[output.request_id]
         partial.tokens += output.new_token_ids
         if output.new_logprobs is not None:
             partial.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         if output.finish_reason is None:
             return None
+        from vllm.v1.engine import FinishReason
+
         if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise RuntimeError(
                 f"{self._job}: vLLM ended request {output.request_id}: {output.finish_reason}"

@@ -153,7 +153,8 @@ def build_chunk(
     layer: Any = _layer_spec(spec)
     if not uses_te():
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-        layer = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)
+        norm: Any = RmsNorm
+        layer = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
     padding_unit = layout.vocab_divisor * layout.tp
     chunk = GPTModel(
         config,
@@ -181,7 +182,8 @@ def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
     )
     if not spec.rope_scaling:
         return rope.inv_freq
-    scaling = dict(spec.rope_scaling)  # Megatron's constructor would take the factor only
+    # Megatron's constructor would take the factor only
+    scaling: dict[str, Any] = dict(spec.rope_scaling)
     return rope._apply_scaling(
         rope.inv_freq,
         factor=scaling["factor"],

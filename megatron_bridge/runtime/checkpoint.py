@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from megatron_bridge.errors import ConversionError
 from megatron_bridge.runtime.train import MegatronTrainer
@@ -30,9 +31,9 @@ class _InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):
         renamed, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, self.keep_only_main_replica
         )
-        dcp.save(
+        save_distributed(
             torch_strategies.mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=self.thread_count),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count),
             planner=torch_strategies.MCoreSavePlanner(
                 dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
             ),
@@ -56,7 +57,7 @@ def load(folder: Path, trainer: MegatronTrainer) -> None:
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise ConversionError(f"{folder} holds no complete torch_dist checkpoint")
-    state = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(folder))
+    state: Any = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(folder))
     for key, module in _modules(trainer).items():
         module.load_state_dict(state[key])
     trainer.optimizer.load_state_dict(state["optimizer"])

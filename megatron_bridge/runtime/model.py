@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_bridge.parallel import TrainerLayout
@@ -27,11 +28,12 @@ from megatron_bridge.runtime.architecture import (
 )
 from megatron_bridge.runtime.attention import PackedSequences, pack
 from megatron_bridge.runtime.batch import MicroBatch, TokenOutputs
-from megatron_bridge.runtime.logprobs import token_logprobs, token_logprobs_and_entropy
+from megatron_bridge.runtime.context import TokenLayout, lay_out
+from megatron_bridge.runtime.logprobs import token_logprobs_and_entropy
 from megatron_bridge.runtime.setup import device
 from megatron_bridge.spec import ModelSpec
 
-_LOCAL_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +56,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Input:
-    """A micro-batch as the model takes it: padded for sequence parallelism, on the device."""
+    """A micro-batch as the model takes it: padded and divided, on the device."""
 
     tokens: Tensor  # [1, T'] int64
     targets: Tensor  # [T'] int64, the token after each
-    first: Tensor  # [T] bool, tokens without a predecessor
+    layout: TokenLayout
     packed: PackedSequences
     micro_batch: MicroBatch | None  # None: fills an interleaved schedule, has no loss
 
@@ -80,23 +82,22 @@ class MegatronModel:
         self.spec, self.layout, self.settings = spec, layout, settings
         self.fused_norms = uses_te()
         self.config = transformer_config(spec, layout, settings.dtype, settings.recompute)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self._inverse_frequencies = inverse_frequencies(spec).to(device())
-        self.chunks = [
-            build_chunk(spec, layout, self.config, stage).to(device())
-            for stage in range(layout.vpp)
-        ]
-        for chunk in self.chunks:
+        self.chunks: list[torch.nn.Module] = []
+        for stage in range(layout.vpp):
+            chunk = build_chunk(spec, layout, self.config, stage).to(device())
             for parameter in chunk.parameters():
                 parameter.data.zero_()
                 parameter.requires_grad_(trainable)
-        if trainable:
-            reduction = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed_optimizer
-            )
-            self.chunks = [
-                DistributedDataParallel(self.config, reduction, chunk, disable_bucketing=stage > 0)
-                for stage, chunk in enumerate(self.chunks)
-            ]
+            self.chunks.append(self._with_reduction(chunk, stage) if trainable else chunk)
+
+    def _with_reduction(self, chunk: torch.nn.Module, stage: int) -> DistributedDataParallel:
+        reduction = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.settings.distributed_optimizer,
+        )
+        return DistributedDataParallel(self.config, reduction, chunk, disable_bucketing=stage > 0)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's live parameters, their layers numbered over the whole model.
@@ -106,10 +107,12 @@ class MegatronModel:
         """
         found: dict[str, Tensor] = {}
         for chunk in self.chunks:
-            module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-            layers = module.decoder.layers
+            module: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
             for name, parameter in module.named_parameters():
-                name = _LOCAL_LAYER.sub(lambda m: str(layers[int(m[0])].layer_number - 1), name)
+                layer = _LOCAL_LAYER.match(name)
+                if layer:
+                    number = module.decoder.layers[int(layer[1])].layer_number - 1
+                    name = f"decoder.layers.{number}.{layer[2]}"
                 found[name] = parameter
         return found
 
@@ -155,19 +158,14 @@ class MegatronModel:
         if micro_batch is None:
             lengths, tokens = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         else:
-            lengths, tokens = micro_batch.lengths.cpu(), micro_batch.tokens
-        first = torch.zeros(len(tokens), dtype=torch.bool)
-        first[lengths.cumsum(0) - lengths] = True
-        if self.layout.sequence_parallel and len(tokens) % self.layout.tp:
-            missing = -len(tokens) % self.layout.tp
-            lengths = torch.cat([lengths, torch.tensor([missing])])
-            tokens = torch.nn.functional.pad(tokens, (0, missing))
-        tokens = tokens.to(device())
+            lengths, tokens = micro_batch.lengths.cpu(), micro_batch.tokens.cpu()
+        token_layout = lay_out(lengths, self.layout, self.groups.cp.rank())
+        held, following = token_layout.spread(tokens)
         return _Input(
-            tokens=tokens[None],
-            targets=tokens.roll(-1),
-            first=first.to(device()),
-            packed=pack(lengths, self._inverse_frequencies, self.config.params_dtype),
+            tokens=held[None].to(device()),
+            targets=following.to(device()),
+            layout=token_layout,
+            packed=pack(token_layout.lengths, self._inverse_frequencies, self.config.params_dtype),
             micro_batch=micro_batch,
         )
 
@@ -198,15 +196,10 @@ class MegatronModel:
         return None if non_loss_data else (outputs.logprobs.sum() * 0, no_tokens, None)
 
     def _token_outputs(self, logits: Tensor, item: _Input, plan: Pass) -> TokenOutputs:
-        group = parallel_state.get_tensor_model_parallel_group()
-        arguments = (logits, item.targets, plan.temperature, group, self.spec.vocab_size)
-
-        def shifted(of_next: Tensor) -> Tensor:
-            """Move each entry from the predicting position to the predicted token."""
-            of_token = torch.nn.functional.pad(of_next[: len(item.first) - 1], (1, 0))
-            return of_token.masked_fill(item.first, 0)
-
-        if not plan.entropy:
-            return TokenOutputs(logprobs=shifted(token_logprobs(*arguments)), entropy=None)
+        groups = self.groups
+        arguments = (logits, item.targets, plan.temperature, groups.tp, self.spec.vocab_size)
         logprobs, entropy = token_logprobs_and_entropy(*arguments)
-        return TokenOutputs(logprobs=shifted(logprobs), entropy=shifted(entropy))
+        return TokenOutputs(
+            logprobs=item.layout.of_tokens(logprobs, groups.cp),
+            entropy=item.layout.of_tokens(entropy, groups.cp) if plan.entropy else None,
+        )

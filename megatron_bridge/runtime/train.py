@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_bridge.errors import LayoutError, TrainingError
@@ -144,11 +144,13 @@ class MegatronTrainer:
 
         def consume(outputs: TokenOutputs, batch: MicroBatch) -> tuple[Tensor, Tensor, LossOutputs]:
             found = loss(outputs, batch)
-            return found.loss_sum, found.num_tokens.to(torch.int), found
+            # Megatron adds token counts over context-parallel ranks too, which all see all tokens
+            counts = self.model.groups.cp.rank() == 0
+            return found.loss_sum, (found.num_tokens * counts).to(torch.int), found
 
         plan = Pass(temperature=temperature, entropy=entropy)
         found: list[LossOutputs] = self.model.run(micro_batches, consume, plan)
-        totals = _reduce(found)
+        totals = _reduce(found, self.model.groups)
 
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()
@@ -174,7 +176,7 @@ class MegatronTrainer:
             return
         for optimizer in self.optimizer.chained_optimizers:
             megatron_optimizer.clip_grad_by_total_norm_fp32(  # as substituted on CPUs
-                optimizer.get_parameters(), self.settings.clip_grad, grad_norm
+                list(optimizer.get_parameters()), self.settings.clip_grad, grad_norm
             )
 
     def _lr(self) -> float:
@@ -247,20 +249,19 @@ class _Totals:
     maxima: dict[str, float]
 
 
-def _reduce(found: list[LossOutputs]) -> _Totals:
+def _reduce(found: list[LossOutputs], groups: ProcessGroupCollection) -> _Totals:
     """Reduce over micro-batches and data-parallel ranks, then tell the other pipeline stages."""
-    totals = _reduce_on_last_stage(found) if found else None
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    if pipeline.size() > 1:
-        last: int = parallel_state.get_pipeline_model_parallel_last_rank()
+    totals = _reduce_on_last_stage(found, groups.dp) if found else None
+    if groups.pp.size() > 1:
         box = [totals]
-        dist.broadcast_object_list(box, src=last, group=pipeline, device=device())
+        last = dist.get_global_rank(groups.pp, groups.pp.size() - 1)
+        dist.broadcast_object_list(box, src=last, group=groups.pp, device=device())
         totals = box[0]
     assert totals is not None, "the last pipeline stage consumed every micro-batch"
     return totals
 
 
-def _reduce_on_last_stage(found: list[LossOutputs]) -> _Totals:
+def _reduce_on_last_stage(found: list[LossOutputs], group: dist.ProcessGroup) -> _Totals:
     sum_names, max_names = sorted(found[0].sums), sorted(found[0].maxima)
     for outputs in found:
         if sorted(outputs.sums) != sum_names or sorted(outputs.maxima) != max_names:
@@ -273,7 +274,6 @@ def _reduce_on_last_stage(found: list[LossOutputs]) -> _Totals:
         for outputs in found
     ]
     sums = torch.stack([torch.stack([v.double() for v in row]) for row in rows]).sum(0)
-    group = parallel_state.get_data_parallel_group()
     dist.all_reduce(sums, group=group)
     loss_sum, num_tokens, *metrics = sums.tolist()
     maxima: list[float] = []

@@ -6,7 +6,15 @@ import pytest
 
 from megarl.channels.base import CommunicationChannel, CommunicationType
 from megarl.config import Mode
-from megarl.controller import BATCH, ROLLOUTS, WEIGHTS, ExecutorController, stages, ticks
+from megarl.controller import (
+    BATCH,
+    ROLLOUTS,
+    TRAINER_METRICS,
+    WEIGHTS,
+    ExecutorController,
+    stages,
+    ticks,
+)
 from megarl.executors.base import Executor
 from megarl.types import Message
 
@@ -77,7 +85,7 @@ def test_all_ranks_meet_the_channels_in_one_order(mode: Mode) -> None:
 
 def test_a_stop_ends_the_run_after_the_tick_is_saved() -> None:
     events = _run(Mode.ASYNC, "trainer", range(9), stop_at=1)
-    assert events[-1] == "save"
+    assert events[-2:] == ["save", TRAINER_METRICS]  # the last step's metrics are not lost
     assert [event for event in events if event.startswith("tick")] == ["tick 0", "tick 1"]
 
 

@@ -184,11 +184,12 @@ def execute(
 ) -> None:
     """Run a plan in this process."""
     hub = LoopbackHub(timeout_seconds=0.1)
-    transports = [LoopbackTransport(hub, rank, dtype) for rank in ranks]
-    for transport in transports:
-        transport.register(ranks[transport.rank])
-    for operations in plan.rounds(max_operations=40, max_numel=1000):
-        for transport in transports:
-            transport.post(operations)
-        for transport in transports:
-            transport.wait()
+    transports = {rank: LoopbackTransport(hub, rank, dtype) for rank in ranks}
+    for rank, transport in transports.items():
+        transport.register(ranks[rank])
+    for operations in plan.rounds(max_operations=40, max_numel=4000):
+        for rank in {item.source_rank for item in operations}:
+            transports[rank].post([item for item in operations if item.source_rank == rank])
+        for rank in {item.target_rank for item in operations}:
+            transports[rank].post([item for item in operations if item.target_rank == rank])
+            transports[rank].wait()

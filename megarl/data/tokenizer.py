@@ -1,0 +1,69 @@
+"""Tokenizers: loading and checking any, building the one of the built-in task.
+
+Called by the executors (loading, checking) and by `megarl.data.starting_model` (building).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from megarl.errors import DataError
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # ids 0, 1, 2
+CHARACTERS = "0123456789+-=;#?"  # ids 3..18
+
+
+def build_character_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer of the built-in task: one character, one token; BOS before, no EOS."""
+    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
+    # A word-level model refuses an unknown character; a BPE model would drop it in silence.
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a local Hugging Face folder.
+
+    Raises:
+        DataError: no such folder, or no tokenizer in it.
+    """
+    if not Path(path).is_dir():
+        raise DataError(f"tokenizer: {path} is not a folder; expected a Hugging Face model folder")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"tokenizer: {path} holds none that can be loaded: {error}") from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Check that a model of `vocab_size` can read and end every sequence of `tokenizer`.
+
+    Raises:
+        DataError: an id beyond the vocabulary, or no EOS token.
+    """
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path}: token {token!r} has id {largest}, but the model's "
+            f"vocabulary ends at {vocab_size - 1}; tokenizer and model do not belong together"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path} has no EOS token; expected one, since responses "
+            "end with it"
+        )

@@ -1,0 +1,120 @@
+"""Whole jobs for tests: the command line in a subprocess, or all ranks under this test's eyes.
+
+`start_command` runs ``megarl`` as a person does. `run_job` builds every rank from `megarl.wiring`
+in processes of its own and looks at the executor with ``look`` before each tick and after the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megarl.config import RunConfig, load_config
+from tests.processes import run_ranks
+
+ROOT = Path(__file__).parents[1]
+Look = Callable[[Any], object]  # executor -> something picklable
+
+
+def start_command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start ``megarl ARGUMENTS`` in the project's root; stdout and stderr are one pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "megarl.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def run_command(*arguments: str, timeout: float = 300.0) -> str:
+    """Run ``megarl ARGUMENTS`` and return its output.
+
+    Raises:
+        AssertionError: it failed (with its output) or took longer than ``timeout`` seconds.
+    """
+    process = start_command(*arguments)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    return output
+
+
+def run_job(
+    config_path: Path, overrides: tuple[str, ...], look: Look, timeout: float = 240.0
+) -> list[list[object]]:
+    """Run a training job; return, for each rank, what ``look`` returned at each tick."""
+    import torch.distributed as dist
+
+    from megarl.check import Command, check_run, topology_of
+
+    config = load_config(config_path, overrides)
+    check_run(Command.TRAIN, config)
+    config.folder.mkdir(parents=True, exist_ok=True)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    size = topology_of(Command.TRAIN, config).size
+    return run_ranks(_rank, size, store.port, config, look, timeout=timeout, default_group=False)
+
+
+def _rank(rank: int, size: int, port: int, config: RunConfig, look: Look) -> list[object]:
+    import time
+
+    from megarl import checkpoint
+    from megarl.check import Command, topology_of
+    from megarl.controller import ExecutorController, stages, ticks
+    from megarl.observe.metrics import MetricsLog
+    from megarl.observe.trace import Tracer
+    from megarl.topology import REWARD
+    from megarl.wiring import Rank, make_channels, make_executor
+    from megarl.world import Rendezvous, World
+
+    topology = topology_of(Command.TRAIN, config)
+    at = Rendezvous(
+        rank=rank, host="127.0.0.1", port=port, is_store_host=False, timeout_seconds=120.0
+    )
+    world = World(topology, at)
+    parts = Rank(
+        config=config,
+        topology=topology,
+        world=world,
+        tracer=Tracer(world.place.name, rank),
+        start=checkpoint.find_start(config),
+        began=time.monotonic(),
+    )
+    metrics = None
+    if world.place.name == REWARD:
+        metrics = MetricsLog(config.folder, config.observe, config.name)
+        metrics.truncate(parts.start.step)
+    executor = make_executor(parts, metrics.write if metrics else None)
+    executor.init()
+    channels = make_channels(parts, executor)
+    seen: list[object] = []
+    all_ticks = ticks(config.mode, parts.start.step, config.max_steps)
+    ExecutorController(
+        executor, channels, stages(config.mode), all_ticks, lambda tick: seen.append(look(executor))
+    ).run()
+    seen.append(look(executor))
+    world.barrier("end")
+    executor.close()
+    return seen
+
+
+def read_rows(config_folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the training rows of a run's metrics.jsonl by step."""
+    lines = (config_folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {row["step"]: row for row in rows if "actor/loss" in row}
