@@ -26,7 +26,7 @@ PACKAGES = [
 
 BASE = [
     "matplotlib",
-    "math-verify",
+    "math-verify[antlr4-13-2]==0.9.0",
     "megatron-core==0.16.1",
     "numpy<2.5",
     "omegaconf>=2.3",

@@ -24,10 +24,11 @@ Look = Callable[[Any], object]  # executor -> something picklable
 
 def start_command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     """Start ``megarl ARGUMENTS`` in the project's root; stdout and stderr are one pipe."""
+    environment = options.pop("env", os.environ)
     return subprocess.Popen(
         [sys.executable, "-m", "megarl.cli", *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,10 +13,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from megarl.errors import DataError
+
+if TYPE_CHECKING:
+    # Only for annotations: importing transformers takes seconds, and `megarl.check` reads rows.
+    from transformers import PreTrainedTokenizerBase
 
 ENCODED_AT_ONCE = 4096  # texts whose tokens are in memory together while lengths are checked
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from enum import Enum, StrEnum
+from enum import Enum
 
 import torch
 from torch import Tensor
 
+from megarl.ddma.checksums import Verify, checksums
 from megarl.ddma.transports import Transport
 from megarl.errors import WeightSyncError
 from megatron_bridge.plan import Operation, TransferPlan
-
-_SAMPLES_PER_DIM = 32  # a sampled checksum reads at most 32 x 32 elements of a region
-_CHUNK_NUMEL = 1 << 20  # a full checksum widens this many elements at a time
 
 
 class SyncState(Enum):
@@ -28,14 +26,6 @@ class SyncState(Enum):
     EMPTY = "empty"
     CLEAN = "clean"
     POISONED = "poisoned"
-
-
-class Verify(StrEnum):
-    """How much of each region the checksums after a transfer read."""
-
-    NONE = "none"
-    SAMPLED = "sampled"
-    FULL = "full"
 
 
 class WeightSync:
@@ -186,46 +176,30 @@ class WeightSync:
             self.state = SyncState.CLEAN
         self.version = version
 
-    @torch.no_grad()
     def _compare_checksums(self) -> None:
+        wire = self._transport.wire_dtype
         sent: dict[int, list[Tensor]] = defaultdict(list)
         for item in self._sends:
             region = self._params[item.source_param][item.source_box.slices]
-            sent[item.target_rank].append(self._checksum(region))
+            sent[item.target_rank].append(region)
         received: dict[int, list[Operation]] = defaultdict(list)
         for item in self._receives:
             received[item.source_rank].append(item)
-        outgoing = {peer: torch.stack(sums) for peer, sums in sent.items() if peer != self.rank}
-        incoming = {peer: len(items) for peer, items in received.items() if peer != self.rank}
+        others = self._peers(self._sends, self._receives)
+        outgoing = {
+            peer: checksums(sent[peer], wire, self._verify) for peer in others if peer in sent
+        }
+        incoming = {peer: len(received[peer]) for peer in others if peer in received}
         for peer, sums in self._transport.swap(outgoing, incoming, "weight checksums").items():
             items = received[peer]
-            mine = torch.stack(
-                [
-                    self._checksum(self._params[item.target_param][item.target_box.slices])
-                    for item in items
-                ]
-            ).cpu()
+            regions = [self._params[item.target_param][item.target_box.slices] for item in items]
+            mine = checksums(regions, wire, self._verify).cpu()
             wrong = [items[index].tensor for index in (mine != sums).nonzero().flatten().tolist()]
             if wrong:
                 raise WeightSyncError(
                     f"checksums of {len(wrong)} of {len(items)} regions from rank {peer} differ "
                     f"on rank {self.rank}, the first in {wrong[0]}"
                 )
-
-    def _checksum(self, region: Tensor) -> Tensor:
-        """Return one int64 over the region's wire bits, each weighted by an odd number."""
-        if self._verify is Verify.SAMPLED:
-            steps = [max(1, size // _SAMPLES_PER_DIM) for size in region.shape]
-            region = region[tuple(slice(None, None, step) for step in steps)]
-        rows = max(1, _CHUNK_NUMEL * region.shape[0] // max(1, region.numel()))
-        wire = self._transport.wire_dtype
-        bits_dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[wire.itemsize]
-        total = torch.zeros((), dtype=torch.int64, device=region.device)
-        for part in region.split(rows):
-            bits = part.to(wire).contiguous().view(bits_dtype).flatten().to(torch.int64)
-            weights = torch.arange(1, 2 * len(bits), 2, device=bits.device)
-            total = total * 31 + (bits * weights).sum()
-        return total
 
 
 def _word(digest: str) -> int:

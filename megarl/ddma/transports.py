@@ -86,6 +86,27 @@ def timed_wait(timeout_seconds: float) -> Wait:
     return wait
 
 
+class _Together(Work):
+    """Several works waited for as one; the error of one that fails carries its own label."""
+
+    def __init__(self, works: Sequence[tuple[Work, str]]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(minutes=10)) -> bool:
+        deadline = time.monotonic() + timeout.total_seconds()
+        for work, label in self._works:
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                work.wait(left)
+            except RuntimeError as error:
+                raise RuntimeError(f"{label}: {error}") from error
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work, _ in self._works)
+
+
 class Transport(ABC):
     """Moves operations between ranks; one object on each rank.
 
@@ -187,8 +208,9 @@ class LoopbackTransport(Transport):
 class _Round:
     """What one posted round leaves to do: works to wait for and regions to unpack afterwards."""
 
-    works: list[tuple[Work, str]] = field(default_factory=list)
-    sent: list[tuple[int, Tensor]] = field(default_factory=list)  # alive until the works are done
+    work: Work | None = None
+    label: str = ""
+    sent: list[tuple[int, Tensor]] = field(default_factory=list)  # alive until the work is done
     unpack: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # staged, destination
 
 
@@ -241,7 +263,8 @@ class CollectiveTransport(Transport):
                 current.sent += [(target, self._pack(message)) for message in messages]
             elif target == self.rank:
                 receives += [(source, self._place(message, current)) for message in messages]
-        current.works = self._start(current.sent, receives, "weights")
+        current.label = _label("weights", current.sent, receives)
+        current.work = self._start(current.sent, receives, "weights")
         self._in_flight.append(current)
 
     def wait(self) -> None:
@@ -258,8 +281,10 @@ class CollectiveTransport(Transport):
             for peer, length in sorted(incoming.items())
         }
         sends = [(peer, vector.to(self._device)) for peer, vector in sorted(outgoing.items())]
-        for work, what in self._start(sends, list(arrived.items()), label):
-            self._wait(work, what)
+        receives = list(arrived.items())
+        work = self._start(sends, receives, label)
+        if work is not None:
+            self._wait(work, _label(label, sends, receives))
         return {peer: vector.cpu() for peer, vector in arrived.items()}
 
     def close(self) -> None:
@@ -312,10 +337,10 @@ class CollectiveTransport(Transport):
 
     def _start(
         self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], what: str
-    ) -> list[tuple[Work, str]]:
+    ) -> Work | None:
         """Post messages; NCCL needs one group call, without which crossing pairs deadlock."""
         if not sends and not receives:
-            return []
+            return None
         coalescing = self._device.type == "cuda"
         if coalescing:
             self._group._start_coalescing()  # pyright: ignore[reportAttributeAccessIssue]
@@ -327,18 +352,21 @@ class CollectiveTransport(Transport):
             (self._group.send([tensor], peer, _TAG), f"{what} to rank {peer}")
             for peer, tensor in sends
         ]
-        if not coalescing:
-            return works
-        work = self._group._end_coalescing()  # pyright: ignore[reportAttributeAccessIssue]
-        peers = sorted({peer for peer, _ in [*sends, *receives]})
-        return [(work, f"{what} with ranks {peers}")]
+        if coalescing:
+            return self._group._end_coalescing()  # pyright: ignore[reportAttributeAccessIssue]
+        return _Together(works)
 
     @torch.no_grad()
     def _finish(self, current: _Round) -> None:
-        for work, label in current.works:
-            self._wait(work, label)
+        if current.work is not None:
+            self._wait(current.work, current.label)
         for staged, region in current.unpack:
             region.copy_(staged)
+
+
+def _label(what: str, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> str:
+    peers = sorted({peer for peer, _ in [*sends, *receives]})
+    return f"{what} with rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
 
 
 def _split(staged: Tensor, message: list[Operation]) -> list[Tensor]:

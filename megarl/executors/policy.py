@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +126,9 @@ class Policy:
             source_folder=self._source,
             target_folder=self._config.folder / HF_FOLDER,
         )
+        if self._rank == 0:
+            # Of an earlier end of this run, which now went further; its checkpoint is still there.
+            shutil.rmtree(export.target_folder, ignore_errors=True)
         export_hf(export, self.model.parameters(), link.group, link.wait)
 
 

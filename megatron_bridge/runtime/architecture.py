@@ -61,11 +61,6 @@ def transformer_config(
     if dtype not in _DTYPES:
         raise LayoutError(f"dtype {dtype!r} of the trainer: expected one of {sorted(_DTYPES)}")
     fast = acceleration()
-    recomputation: dict[str, Any] = (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if recompute
-        else {}
-    )
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -109,7 +104,9 @@ def transformer_config(
         gradient_accumulation_fusion=fast["transformer_engine"] or fast["apex"],
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **recomputation,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
     )
 
 

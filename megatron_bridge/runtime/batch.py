@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -32,6 +33,16 @@ class MicroBatch:
                     f"{name} of a micro-batch has shape {tuple(column.shape)}, expected "
                     f"({num_tokens},): the sum of {len(self.lengths)} lengths"
                 )
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return it with all tensors on ``device``; loss functions get it where the model is."""
+        if self.tokens.device == device:
+            return self
+        return MicroBatch(
+            lengths=self.lengths.to(device),
+            tokens=self.tokens.to(device),
+            columns={name: column.to(device) for name, column in self.columns.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

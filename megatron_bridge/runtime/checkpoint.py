@@ -52,6 +52,9 @@ def save(folder: Path, trainer: MegatronTrainer) -> None:
 def load(folder: Path, trainer: MegatronTrainer) -> None:
     """Read what `save` wrote, at this or another layout, in place; all ranks enter.
 
+    The number of steps taken goes on; learning rate and schedule are those of the trainer's own
+    settings, so that a resumed run can change them.
+
     Raises:
         ConversionError: the folder holds no torch_dist checkpoint.
     """
@@ -62,6 +65,7 @@ def load(folder: Path, trainer: MegatronTrainer) -> None:
         module.load_state_dict(state[key])
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.scheduler.load_state_dict(state["scheduler"])
+    trainer.apply_schedule()
 
 
 def _modules(trainer: MegatronTrainer) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class MegatronModel:
     ) -> Any:
         outputs = self._token_outputs(logits[0], item, plan)
         if item.micro_batch is not None:
-            return consume(outputs, item.micro_batch)
+            return consume(outputs, item.micro_batch.to(device()))
         no_tokens = torch.zeros([], dtype=torch.int, device=logits.device)
         return None if non_loss_data else (outputs.logprobs.sum() * 0, no_tokens, None)
 

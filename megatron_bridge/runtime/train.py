@@ -119,6 +119,13 @@ class MegatronTrainer:
         """Take the optimizer's float32 copies anew from the model's weights."""
         self.optimizer.reload_model_params()
 
+    def apply_schedule(self) -> None:
+        """Set the learning rate by the present settings; after a checkpoint brought its own."""
+        for group in self.optimizer.param_groups:
+            group["max_lr"] = self.settings.lr
+            group["min_lr"] = self.settings.lr * self.settings.min_lr_ratio
+        self.scheduler.step(0)
+
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -238,6 +245,8 @@ def _make_scheduler(
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # of a checkpoint only the number of steps counts
     )
 
 
@@ -274,13 +283,16 @@ def _reduce_on_last_stage(found: list[LossOutputs], group: dist.ProcessGroup) ->
         for outputs in found
     ]
     sums = torch.stack([torch.stack([v.double() for v in row]) for row in rows]).sum(0)
-    dist.all_reduce(sums, group=group)
+    alone = group.size() == 1  # gloo takes a thread switch even then
+    if not alone:
+        dist.all_reduce(sums, group=group)
     loss_sum, num_tokens, *metrics = sums.tolist()
     maxima: list[float] = []
     if max_names:
         rows = [[outputs.maxima[n].double() for n in max_names] for outputs in found]
         largest = torch.stack([torch.stack(row) for row in rows]).amax(0)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        if not alone:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         maxima = largest.tolist()
     return _Totals(
         loss_sum=loss_sum,

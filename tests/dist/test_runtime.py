@@ -298,6 +298,12 @@ def _save_and_load(rank: int, size: int, folder: Path, file: Path) -> int:
         session.check_step(steps[1])
         session.check_weights(steps[1].weights)
         session.close()
+
+        session = _Session(target, case, rank, lr=LR / 4)
+        checkpoint.load(folder / str(number), session.trainer)
+        assert session.step().lr == LR / 4  # the settings' learning rate, not the checkpoint's
+        assert session.trainer.scheduler.num_steps == 2
+        session.close()
     return len(RESHARDED)
 
 

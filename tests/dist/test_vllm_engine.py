@@ -22,6 +22,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from megarl.errors import ConfigError, WeightSyncError
@@ -49,6 +50,9 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**SIZES | {"hidden_size": 128}, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    ),
 }
 
 
@@ -396,6 +400,7 @@ def _families(rank: int, size: int, paths: dict[str, str]) -> dict[str, dict[str
     """Build one engine after the other in this process."""
     _enter_world(rank, size)
     seen = {"wrong world": {"refusal": _refusal(lambda: VllmEngine(_make_settings("", tp=2)))}}
+    mixture = paths.pop("qwen3_moe")
     for family, path in paths.items():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         engine = VllmEngine(_make_settings(path, load_weights=True))
@@ -420,13 +425,15 @@ def _families(rank: int, size: int, paths: dict[str, str]) -> dict[str, dict[str
         engine.commit(1)
         seen[family]["written error"] = _largest_error(model, requests, _run(engine, requests))
         engine.close()
+    seen["mixture"] = {"refusal": _refusal(lambda: VllmEngine(_make_settings(mixture)))}
     return seen
 
 
 def test_families_load_bit_for_bit_and_take_writes(tmp_path: Path) -> None:
-    paths = {family: _make_model(tmp_path, family) for family in ("llama", "qwen2", "qwen3")}
+    paths = {family: _make_model(tmp_path, family) for family in FAMILIES if family != "llama_tied"}
     (seen,) = run_ranks(_families, 1, paths, timeout=400)
     assert "expected the replica's tp 2" in seen.pop("wrong world")["refusal"]
+    assert seen.pop("mixture")["refusal"].startswith("ConfigError: mixture-of-experts")
     for family, found in seen.items():
         expected, got = found["names"]
         assert got == expected, family

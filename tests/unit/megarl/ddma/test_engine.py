@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megarl.ddma.engine import SyncState, Verify, WeightSync
+from megarl.ddma.checksums import Verify
+from megarl.ddma.engine import SyncState, WeightSync
 from megarl.ddma.transports import LoopbackHub, LoopbackTransport
 from megarl.errors import ChannelTimeout, WeightSyncError
 from megatron_bridge.layouts.megatron import megatron_manifest
