@@ -196,8 +196,10 @@ def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"override {override!r} is not of the form key=value")
+    # `key=` is the empty text, not YAML's null, which no key takes.
+    dotted = [f"{item}''" if item.endswith("=") else item for item in overrides]
     try:
-        layers = [OmegaConf.load(file), OmegaConf.from_dotlist(list(overrides))]
+        layers = [OmegaConf.load(file), OmegaConf.from_dotlist(dotted)]
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file} is not readable YAML: {error}") from error
     for layer, where in zip(layers, (str(file), "command line"), strict=True):
