@@ -1,7 +1,8 @@
 """One rank of a job: join the worlds, run the command, report how it ended.
 
 ``python -m megarl.train COMMAND CONFIG [key=value ...]`` is one rank; RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT say which, as torchrun, srun and `launch.local` set them.
+MASTER_ADDR and MASTER_PORT say which, as torchrun, srun and `launch.local` set them. What only one
+command or one executor needs is imported there: engines take seconds to import.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ from megarl.check import Command, check_run, check_world_size, topology_of
 from megarl.config import RunConfig, load_config
 from megarl.controller import ExecutorController, Stage, stages, ticks
 from megarl.errors import ConfigError
-from megarl.evaluate import evaluate
-from megarl.executors.reward import SAMPLES_FILE
-from megarl.executors.sft import SftExecutor
 from megarl.observe import logs
 from megarl.observe.metrics import (
     METRICS_FILE,
@@ -35,7 +33,6 @@ from megarl.observe.metrics import (
     read_metrics,
     write_summary,
 )
-from megarl.observe.plots import plot_learning_curve
 from megarl.observe.trace import Tracer, merge_traces
 from megarl.topology import REWARD, TRAINER
 from megarl.wiring import Rank, export_link, make_channels, make_executor
@@ -92,6 +89,8 @@ def run_training(rank: Rank) -> None:
 
 def run_sft(rank: Rank) -> None:
     """One rank of ``megarl sft``."""
+    from megarl.executors.sft import SftExecutor
+
     config, world = rank.config, rank.world
     metrics = _open_metrics(rank) if world.rank == 0 else None
     sink = metrics.write if metrics else _discard
@@ -106,6 +105,13 @@ def run_sft(rank: Rank) -> None:
         world.barrier(_FINISH_LABEL)
     finally:
         executor.close()
+
+
+def run_evaluation(rank: Rank) -> None:
+    """One rank of ``megarl eval``."""
+    from megarl.evaluate import evaluate
+
+    evaluate(rank)
 
 
 def _discard(step: int, metrics: dict[str, float]) -> None:
@@ -139,6 +145,9 @@ def _write_trace(rank: Rank) -> None:
 
 def finish(rank: Rank) -> None:
     """Write trace, curve and summary of a run; on the reward rank, after all others are done."""
+    from megarl.executors.reward import SAMPLES_FILE
+    from megarl.observe.plots import plot_learning_curve
+
     config = rank.config
     if config.observe.trace:
         merge_traces(_trace_folder(config), config.folder / "trace.json")
@@ -182,7 +191,9 @@ def _run(command: Command, config: RunConfig, began: float) -> None:
         rank = Rank(
             config=config, topology=topology, world=world, tracer=tracer, start=start, began=began
         )
-        {Command.TRAIN: run_training, Command.SFT: run_sft, Command.EVAL: evaluate}[command](rank)
+        {Command.TRAIN: run_training, Command.SFT: run_sft, Command.EVAL: run_evaluation}[command](
+            rank
+        )
         world.leave()
     except BaseException as error:
         world.report_failure(error)

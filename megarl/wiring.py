@@ -1,6 +1,8 @@
 """Composition of the reinforcement-learning run: configuration -> executors and channels.
 
 Called by `megarl.train` on every rank. Components are wired here and never look each other up.
+Executors are imported where they are built: Megatron-Core, vLLM and transformers each take seconds
+to import, and no rank needs all three.
 """
 
 from __future__ import annotations
@@ -10,12 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from megarl.channels.base import CommunicationChannel
 from megarl.channels.collective import BroadcastChannel, Edge, GatherChannel, ScatterChannel
-from megarl.channels.weights import NoChannel, WeightsReceiveChannel, WeightsSendChannel
+from megarl.channels.weights import (
+    NoChannel,
+    WeightSource,
+    WeightsReceiveChannel,
+    WeightsSendChannel,
+    WeightTarget,
+)
 from megarl.checkpoint import StartPoint
 from megarl.config import RunConfig
 from megarl.controller import (
@@ -31,12 +40,7 @@ from megarl.controller import (
 from megarl.ddma.engine import WeightSync
 from megarl.ddma.transports import CollectiveTransport
 from megarl.executors.base import Executor
-from megarl.executors.generator import GeneratorExecutor, Replica
-from megarl.executors.policy import ExportLink
-from megarl.executors.reward import MetricSink, RewardExecutor
-from megarl.executors.trainer import TrainerExecutor
 from megarl.observe.trace import Tracer
-from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
 from megarl.topology import GENERATOR, REWARD, TRAINER, Topology
 from megarl.types import Control, MetricValues, Rollouts, TrainBatch
 from megarl.world import World
@@ -44,6 +48,11 @@ from megatron_bridge.layouts.megatron import megatron_manifest
 from megatron_bridge.layouts.vllm import vllm_manifest
 from megatron_bridge.models.families import load_spec
 from megatron_bridge.plan import TransferPlan, plan
+
+if TYPE_CHECKING:
+    from megarl.executors.policy import ExportLink
+    from megarl.executors.reward import MetricSink
+    from megarl.rollout.vllm_engine import VllmEngine
 
 EDGES = (
     Edge(name=CONTROL_TRAINER, outbound=REWARD, inbound=TRAINER, message_type=Control),
@@ -91,6 +100,8 @@ def _installed(package: str) -> bool:
 
 def make_engine(rank: Rank, *, load_weights: bool) -> VllmEngine:
     """Start this rank's vLLM; all ranks of its replica enter."""
+    from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
+
     config = rank.config
     replica = rank.world.place.group_index(rank.world.rank)
     return VllmEngine(
@@ -112,6 +123,8 @@ def make_engine(rank: Rank, *, load_weights: bool) -> VllmEngine:
 
 def export_link(world: World) -> ExportLink:
     """Return what the trainer's ranks send their shards over when they export."""
+    from megarl.executors.policy import ExportLink
+
     ranks = world.place.ranks
     group = world.device_group("trainer/export", ranks) if len(ranks) > 1 else None
     return ExportLink(group=group, wait=world.wait)
@@ -122,13 +135,19 @@ def make_executor(rank: Rank, sink: MetricSink | None) -> Executor:
     config, world, start = rank.config, rank.world, rank.start
     match world.place.name:
         case name if name == TRAINER:
+            from megarl.executors.trainer import TrainerExecutor
+
             return TrainerExecutor(config, start, world.rank, export_link(world), rank.tracer)
         case name if name == GENERATOR:
+            from megarl.executors.generator import GeneratorExecutor, Replica
+
             place = world.place
             replica = Replica(index=place.group_index(world.rank), count=len(place.groups))
             engine = partial(make_engine, rank, load_weights=False)
             return GeneratorExecutor(config, start.step, replica, engine, rank.tracer)
         case _:
+            from megarl.executors.reward import RewardExecutor
+
             assert sink is not None
             return RewardExecutor(config, start.step, sink, world.stop_requested, rank.tracer)
 
@@ -161,7 +180,6 @@ def _weights_channel(rank: Rank, executor: Executor) -> CommunicationChannel:
     transport = CollectiveTransport(group, dtype, device, wait=world.wait)
     transfer = weight_plan(rank.config, rank.topology)
     sync = WeightSync(transfer, world.rank, transport, params)
-    if isinstance(executor, TrainerExecutor):
-        return WeightsSendChannel(WEIGHTS, sync, executor, rank.tracer)
-    assert isinstance(executor, GeneratorExecutor)
-    return WeightsReceiveChannel(WEIGHTS, sync, executor, rank.tracer)
+    if world.place.name == TRAINER:
+        return WeightsSendChannel(WEIGHTS, sync, cast(WeightSource, executor), rank.tracer)
+    return WeightsReceiveChannel(WEIGHTS, sync, cast(WeightTarget, executor), rank.tracer)

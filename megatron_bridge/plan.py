@@ -10,46 +10,16 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from operator import add, le, sub
 
 from megatron_bridge.box import Box
 from megatron_bridge.errors import PlanError
+from megatron_bridge.operations import Operation, numel_of, order_of, schedule
 from megatron_bridge.spec import LocalParam, RankManifest, Shard
 
 # A message to one more peer costs about as much as this many elements (some microseconds of a
 # 400 Gb/s link), so small tensors ride with large ones instead of opening connections.
 _NEW_PEER_NUMEL = 16_384
-
-
-@dataclass(frozen=True, slots=True, order=True, kw_only=True)
-class Operation:
-    """Copy one region of a canonical tensor from a source rank into a target rank.
-
-    The three boxes have one shape: the region itself, and where it lies on each side.
-    """
-
-    source_rank: int
-    target_rank: int
-    tensor: str
-    box: Box
-    source_param: str
-    source_box: Box
-    target_param: str
-    target_box: Box
-
-    def rows(self, low: int, high: int) -> Operation:
-        """Return the part of the operation that copies its rows ``low`` to ``high``."""
-        return Operation(
-            source_rank=self.source_rank,
-            target_rank=self.target_rank,
-            tensor=self.tensor,
-            box=_rows(self.box, low, high),
-            source_param=self.source_param,
-            source_box=_rows(self.source_box, low, high),
-            target_param=self.target_param,
-            target_box=_rows(self.target_box, low, high),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +55,17 @@ class TransferPlan:
         return tuple(item for item in self.operations if item.target_rank == rank)
 
     def rounds(
-        self, max_operations: int = 256, max_numel: int = 1 << 24
+        self, max_operations: int = 256, max_numel: int = 1 << 24, rank: int | None = None
     ) -> tuple[tuple[Operation, ...], ...]:
         """Return the operations in rounds; see `schedule`."""
-        return schedule(self.operations, max_operations, max_numel)
+        return schedule(self.operations, max_operations, max_numel, rank)
 
     def report(self, itemsize: int) -> PlanReport:
         """Return the load of each rank for elements of ``itemsize`` bytes."""
         sent = dict.fromkeys(self.source_ranks, 0)
         received = dict.fromkeys(self.target_ranks, 0)
         for item in self.operations:
-            size = _numel(item.box) * itemsize
+            size = numel_of(item.box) * itemsize
             sent[item.source_rank] += size
             received[item.target_rank] += size
         total = sum(sent.values())
@@ -108,76 +78,89 @@ class TransferPlan:
         )
 
 
-def _numel(box: Box) -> int:
-    """`Box.numel` for the loops over all operations, where its generators take half the time."""
-    return prod(map(sub, box.stop, box.start))
-
-
-def _rows(box: Box, low: int, high: int) -> Box:
-    first = box.start[0]
-    return Box((first + low, *box.start[1:]), (first + high, *box.stop[1:]))
-
-
-def schedule(
-    operations: Iterable[Operation], max_operations: int, max_numel: int
-) -> tuple[tuple[Operation, ...], ...]:
-    """Divide operations into rounds that all ranks go through in the same order.
-
-    In a round no rank has more than ``max_operations`` operations or ``max_numel`` elements, on
-    either end; larger operations are split by rows (a single row is never split). A rank that posts
-    its whole round before it waits cannot deadlock, since its peers' halves are in the same round.
-    """
-    pairs: dict[tuple[int, int], list[Operation]] = defaultdict(list)
-    for item in sorted(operations):
-        pairs[item.source_rank, item.target_rank] += _split(item, max_numel)
-    # Interleave the pairs: lexicographic order would make every target wait for the first source.
-    size = 1 + max((max(pair) for pair in pairs), default=0)
-    order = sorted(
-        (index, (target - source) % size, source, item)
-        for (source, target), items in pairs.items()
-        for index, item in enumerate(items)
-    )
-    at: dict[tuple[str, int], tuple[int, int, int]] = {}  # end -> round, operations, elements
-    rounds: dict[int, list[Operation]] = defaultdict(list)
-    for *_, item in order:
-        ends = (("source", item.source_rank), ("target", item.target_rank))
-        current = [at.get(end, (0, 0, 0)) for end in ends]
-        number = max(place[0] for place in current)
-        numel = _numel(item.box)
-        if any(
-            place[0] == number
-            and (place[1] >= max_operations or (place[2] and place[2] + numel > max_numel))
-            for place in current
-        ):
-            number += 1
-        for end, (last, count, load) in zip(ends, current, strict=True):
-            at[end] = (number, count + 1, load + numel) if last == number else (number, 1, numel)
-        rounds[number].append(item)
-    return tuple(tuple(rounds[number]) for number in sorted(rounds))
-
-
-def _split(item: Operation, max_numel: int) -> list[Operation]:
-    numel = _numel(item.box)
-    if numel <= max_numel:
-        return [item]
-    count = item.box.shape[0]
-    step = max(1, max_numel * count // numel)
-    return [item.rows(low, min(low + step, count)) for low in range(0, count, step)]
-
-
 # --- Planning ---------------------------------------------------------------------------------
 
 Holder = tuple[int, Shard]  # a rank and where it keeps the region
 
 
 def _regions(manifests: Sequence[RankManifest]) -> dict[str, dict[Box, list[Holder]]]:
-    """Return tensor -> distinct region -> the ranks that hold exactly that region."""
-    regions: dict[str, dict[Box, list[Holder]]] = defaultdict(lambda: defaultdict(list))
+    """Return tensor -> distinct region -> the ranks that hold exactly that region, ascending."""
+    replicas: dict[int, tuple[tuple[LocalParam, ...], list[int]]] = {}
     for manifest in manifests:
-        for param in manifest.params:
+        replicas.setdefault(id(manifest.params), (manifest.params, []))[1].append(manifest.rank)
+    regions: dict[str, dict[Box, list[Holder]]] = defaultdict(lambda: defaultdict(list))
+    for params, ranks in replicas.values():
+        for param in params:
             for shard in param.shards:
-                regions[shard.tensor][shard.box].append((manifest.rank, shard))
+                regions[shard.tensor][shard.box] += [(rank, shard) for rank in ranks]
+    for holders in (holders for boxes in regions.values() for holders in boxes.values()):
+        holders.sort(key=lambda holder: (holder[0], holder[1].param, holder[1].local.start))
     return regions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Overlap:
+    """A region of which some source ranks hold one shard each, and which target ranks want."""
+
+    tensor: str
+    region: Box
+    numel: int
+    holders: list[Holder]
+    takers: list[Holder]
+
+
+def _overlaps(source: Sequence[RankManifest], target: Sequence[RankManifest]) -> list[_Overlap]:
+    """Return all overlaps, the largest first."""
+    held = _regions(source)
+    overlaps = [
+        _Overlap(
+            tensor=tensor, region=region, numel=numel_of(region), holders=holders, takers=takers
+        )
+        for tensor, wanted_regions in _regions(target).items()
+        for wanted, takers in wanted_regions.items()
+        for box, holders in held.get(tensor, {}).items()
+        if (region := box.intersect(wanted)) is not None
+    ]
+    overlaps.sort(key=lambda o: (-o.numel, o.tensor, o.region.start, o.region.stop))
+    return overlaps
+
+
+def _assign(overlaps: Sequence[_Overlap]) -> list[Operation]:
+    """Choose a holder for each taker: the one with the least to send, the lowest rank of equals."""
+    load: dict[int, int] = defaultdict(int)
+    pairs: set[tuple[int, int]] = set()
+    operations: list[Operation] = []
+    for overlap in overlaps:
+        local: dict[int, Box] = {}  # replicas share their shards, hence also these boxes
+        for _, shard in (*overlap.holders, *overlap.takers):
+            if id(shard) not in local:
+                local[id(shard)] = _moved(overlap.region, shard.box, shard.local)
+        for target_rank, wanted in overlap.takers:
+            best = overlap.holders[0]
+            least = -1
+            for holder in overlap.holders:
+                cost = load[holder[0]]
+                if (holder[0], target_rank) not in pairs:
+                    cost += _NEW_PEER_NUMEL
+                if least < 0 or cost < least:
+                    best, least = holder, cost
+            source_rank, held = best
+            load[source_rank] += overlap.numel
+            pairs.add((source_rank, target_rank))
+            operations.append(
+                Operation(
+                    source_rank=source_rank,
+                    target_rank=target_rank,
+                    tensor=overlap.tensor,
+                    box=overlap.region,
+                    source_param=held.param,
+                    source_box=local[id(held)],
+                    target_param=wanted.param,
+                    target_box=local[id(wanted)],
+                )
+            )
+    operations.sort(key=order_of)
+    return operations
 
 
 def _offset(frm: Box, to: Box) -> tuple[int, ...]:
@@ -192,20 +175,6 @@ def _moved(box: Box, frm: Box, to: Box) -> Box:
     return Box(tuple(map(add, box.start, offset)), tuple(map(add, box.stop, offset)))
 
 
-def _operation(source: Holder, target: Holder, region: Box) -> Operation:
-    (source_rank, held), (target_rank, wanted) = source, target
-    return Operation(
-        source_rank=source_rank,
-        target_rank=target_rank,
-        tensor=held.tensor,
-        box=region,
-        source_param=held.param,
-        source_box=_moved(region, held.box, held.local),
-        target_param=wanted.param,
-        target_box=_moved(region, wanted.box, wanted.local),
-    )
-
-
 def plan(source: Sequence[RankManifest], target: Sequence[RankManifest]) -> TransferPlan:
     """Return the operations that fill every region of ``target`` from ``source``, and prove them.
 
@@ -217,37 +186,11 @@ def plan(source: Sequence[RankManifest], target: Sequence[RankManifest]) -> Tran
     """
     _check_ranks(source, "source")
     _check_ranks(target, "target")
-    held = _regions(source)
-    pieces: list[tuple[int, str, Box, int, Box, Holder, list[Holder]]] = []
-    for tensor, wanted_regions in _regions(target).items():
-        for wanted, takers in wanted_regions.items():
-            for box, holders in held.get(tensor, {}).items():
-                region = box.intersect(wanted)
-                if region is not None:
-                    size = -region.numel
-                    pieces += [
-                        (size, tensor, region, taker[0], taker[1].local, taker, holders)
-                        for taker in takers
-                    ]
-    pieces.sort(key=lambda piece: piece[:5])
-    load: dict[int, int] = defaultdict(int)
-    pairs: set[tuple[int, int]] = set()
-    operations: list[Operation] = []
-    for size, _, region, taker_rank, _, taker, holders in pieces:
-
-        def cost(holder: Holder, taker_rank: int = taker_rank) -> tuple[int, int]:
-            known = (holder[0], taker_rank) in pairs
-            return load[holder[0]] + (0 if known else _NEW_PEER_NUMEL), holder[0]
-
-        chosen = min(holders, key=cost)
-        load[chosen[0]] -= size
-        pairs.add((chosen[0], taker_rank))
-        operations.append(_operation(chosen, taker, region))
-    operations.sort()
+    operations = _assign(_overlaps(source, target))
     manifests = manifest_digest(source) + manifest_digest(target)
     result = TransferPlan(
         operations=tuple(operations),
-        digest=_digest([manifests, *map(repr, operations)]),
+        digest=_digest([manifests, *(" ".join(map(str, order_of(item))) for item in operations)]),
         manifests_digest=_digest([manifests]),
         source_ranks=tuple(sorted(manifest.rank for manifest in source)),
         target_ranks=tuple(sorted(manifest.rank for manifest in target)),
@@ -299,15 +242,29 @@ def prove(
     sources = {manifest.rank: _shards_of(manifest) for manifest in source}
     targets = {manifest.rank: _shards_of(manifest) for manifest in target}
     written: dict[tuple[int, str], list[Operation]] = defaultdict(list)
+    # Replicas share their shards and the plan's boxes: what is proven for one holds for all.
+    found: set[tuple[int, str, int, int]] = set()
     for item in plan.operations:
         held = sources.get(item.source_rank, {}).get(item.source_param, ())
-        _find(held, item, item.source_box, f"source rank {item.source_rank}")
         wanted = targets.get(item.target_rank, {}).get(item.target_param, ())
-        _find(wanted, item, item.target_box, f"target rank {item.target_rank}")
+        for side, shards, local in (
+            (f"source rank {item.source_rank}", held, item.source_box),
+            (f"target rank {item.target_rank}", wanted, item.target_box),
+        ):
+            key = (id(shards), item.tensor, id(item.box), id(local))
+            if key not in found:
+                _find(shards, item, local, side)
+                found.add(key)
         written[item.target_rank, item.target_param].append(item)
+    proven: set[tuple[int, int, frozenset[int]]] = set()
     for manifest in target:
         for param in manifest.params:
-            _prove_param(manifest.rank, param, written[manifest.rank, param.name])
+            items = written[manifest.rank, param.name]
+            boxes = frozenset(id(item.target_box) for item in items)
+            case = (id(param), len(items), boxes)
+            if case not in proven:
+                _prove_param(manifest.rank, param, items)
+                proven.add(case)
 
 
 def _shards_of(manifest: RankManifest) -> dict[str, tuple[Shard, ...]]:
@@ -330,6 +287,7 @@ def _find(shards: Sequence[Shard], item: Operation, local: Box, where: str) -> N
 
 
 def _prove_param(rank: int, param: LocalParam, items: list[Operation]) -> None:
+    """Check that ``items``, which lie inside the parameter's shards, cover them exactly once."""
     where = f"{param.name} of target rank {rank}"
     items = sorted(items, key=lambda item: item.target_box)
     for index, item in enumerate(items):
@@ -342,10 +300,10 @@ def _prove_param(rank: int, param: LocalParam, items: list[Operation]) -> None:
     # Disjoint operations inside the shards cover them exactly when they have as many elements.
     covered: dict[str, int] = defaultdict(int)
     for item in items:
-        covered[item.tensor] += _numel(item.box)
+        covered[item.tensor] += numel_of(item.box)
     needed: dict[str, int] = defaultdict(int)
     for shard in param.shards:
-        needed[shard.tensor] += _numel(shard.box)
+        needed[shard.tensor] += numel_of(shard.box)
     for tensor, numel in needed.items():
         if covered[tensor] != numel:
             raise PlanError(

@@ -17,7 +17,8 @@ from torch import Tensor
 from megarl.ddma.checksums import Verify, checksums
 from megarl.ddma.transports import Transport
 from megarl.errors import WeightSyncError
-from megatron_bridge.plan import Operation, TransferPlan
+from megatron_bridge.operations import Operation
+from megatron_bridge.plan import TransferPlan
 
 
 class SyncState(Enum):
@@ -67,11 +68,7 @@ class WeightSync:
         self._receives = plan.of_target(rank)
         self._check_params()
         itemsize = transport.wire_dtype.itemsize
-        self._rounds = [
-            mine
-            for items in plan.rounds(max_numel=max(1, round_bytes // itemsize))
-            if (mine := [item for item in items if rank in (item.source_rank, item.target_rank)])
-        ]
+        self._rounds = plan.rounds(max_numel=max(1, round_bytes // itemsize), rank=rank)
         self._agreement = f"{transport.framing}, rounds of {round_bytes} bytes, verify {verify}"
         transport.register(self._params)
 

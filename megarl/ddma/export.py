@@ -27,7 +27,8 @@ from megarl.ddma.transports import (
 from megatron_bridge.io.hf import HfWriter
 from megatron_bridge.layouts.hf import hf_manifest
 from megatron_bridge.models.families import canonical_tensors
-from megatron_bridge.plan import Operation, plan, schedule
+from megatron_bridge.operations import Operation, schedule
+from megatron_bridge.plan import plan
 from megatron_bridge.spec import ModelSpec, RankManifest
 
 _ROUND_NUMEL = 1 << 24

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from megarl.errors import ChannelError, ChannelTimeout
-from megatron_bridge.plan import Operation
+from megatron_bridge.operations import Operation
 
 Wait = Callable[[Work, str], None]
 

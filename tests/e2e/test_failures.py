@@ -123,7 +123,7 @@ def _foreign_tokenizer(task: Task, folder: Path) -> tuple[str, ...]:
         (lambda task, folder: ("trainer.layout.tp=3",), ["tp 3", "4 attention heads"]),
         (lambda task, folder: ("generator.layout.tp=8",), ["tp 8", "4 attention heads"]),
         (lambda task, folder: ("trainer.layout.pp=4",), ["4", "layers"]),
-        (lambda task, folder: (f"model.path={folder}",), [str("config.json")]),
+        (lambda task, folder: (f"model.path={folder}",), ["config.json"]),
         (lambda task, folder: ("data.train_path=nowhere.jsonl",), ["nowhere.jsonl", "not exist"]),
         (lambda task, folder: ("reward.path=megarl.rewards.arithmetic:scor",), ["scor", "score"]),
         (lambda task, folder: ("rollout.max_response_length=400",), ["128 positions"]),

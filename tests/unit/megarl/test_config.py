@@ -71,7 +71,7 @@ def test_a_bad_value_is_refused_with_its_key(
 
 
 def test_leave_one_out_needs_two_samples(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rollout.n"):
+    with pytest.raises(ConfigError, match=r"rollout\.n"):
         load_config(_write(tmp_path), ("algorithm.adv_estimator=leave_one_out", "rollout.n=1"))
 
 
@@ -87,7 +87,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.yaml does not exist"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
         load_config(tmp_path / "nowhere.yaml")
 
 

@@ -11,8 +11,9 @@ from megatron_bridge.errors import PlanError
 from megatron_bridge.layouts.hf import hf_manifest
 from megatron_bridge.layouts.megatron import megatron_manifest
 from megatron_bridge.layouts.vllm import vllm_manifest
+from megatron_bridge.operations import Operation
 from megatron_bridge.parallel import TrainerLayout
-from megatron_bridge.plan import Operation, TransferPlan, manifest_digest, plan, prove
+from megatron_bridge.plan import TransferPlan, manifest_digest, plan, prove
 from megatron_bridge.spec import LocalParam, RankManifest, Shard
 from tests.unit.megatron_bridge.oracle import make_spec
 
@@ -196,6 +197,10 @@ def test_rounds_cover_the_plan_within_their_caps_in_one_order() -> None:
     for item in whole.operations:
         expected[item.source_rank, item.target_rank, item.tensor] += item.box.numel
     assert elements == expected
+    for rank in (0, 3, 8):
+        mine = [tuple(o for o in ops if rank in (o.source_rank, o.target_rank)) for ops in rounds]
+        alone = whole.rounds(max_operations=4, max_numel=64, rank=rank)
+        assert alone == tuple(operations for operations in mine if operations)
     # No rank idles through most rounds: the busiest one is in nearly all of them.
     presence = Counter(
         rank
