@@ -107,7 +107,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    policy_loss: PolicyLoss = PolicyLoss.AIPO  # aipo, ppo or grpo
+    policy_loss: PolicyLoss = PolicyLoss.AIPO  # aipo, ppo or grpo: see docs/algorithms.md
     rho: float = 4.0  # AIPO: upper bound of the importance ratio pi / mu
     clip_ratio_low: float = 0.2  # ppo and grpo: lower clip
     clip_ratio_high: float = 0.2  # ppo and grpo: upper clip

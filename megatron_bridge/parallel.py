@@ -23,16 +23,16 @@ class TrainerCoordinate:
 class TrainerLayout:
     """How the trainer's ranks divide the model and the batch."""
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
+    tp: int = 1  # tensor parallel ranks
+    pp: int = 1  # pipeline stages
+    dp: int = 1  # data parallel ranks
+    cp: int = 1  # context parallel ranks; above 1 needs Transformer Engine
+    ep: int = 1  # expert parallel ranks, inside dp
+    etp: int = 1  # tensor parallel ranks of an expert
     vpp: int = 1  # model chunks a pipeline rank holds (interleaved schedule)
-    sequence_parallel: bool = False
-    num_layers_in_first_stage: int | None = None  # uneven pipelines
-    num_layers_in_last_stage: int | None = None
+    sequence_parallel: bool = False  # split norms and residuals over the tp ranks
+    num_layers_in_first_stage: int | None = None  # of an uneven pipeline
+    num_layers_in_last_stage: int | None = None  # of an uneven pipeline
     vocab_divisor: int = 128  # the vocabulary is padded to a multiple of this times tp
 
     @property
@@ -68,8 +68,8 @@ class TrainerLayout:
 class GeneratorLayout:
     """How the generator's ranks divide: ``replicas`` engines of ``tp`` ranks each."""
 
-    tp: int = 1
-    replicas: int = 1
+    tp: int = 1  # tensor parallel ranks of one engine
+    replicas: int = 1  # engines
 
     @property
     def world_size(self) -> int:

@@ -80,12 +80,12 @@ def _sampling(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
     prompts = make_prompts(32, 9, seed=1)
     warm = make_requests(prompts)
     cool = make_requests(prompts, first_id=1000, temperature=0.7)
-    greedy = make_requests(prompts[:8], first_id=2000, temperature=0.0)
-    together = run(engine, [*warm, *cool, *greedy])
+    cold = make_requests(prompts[:8], first_id=2000, temperature=0.0)
+    together = run(engine, [*warm, *cool, *cold])
     seen["error at 1.0"] = largest_error(model, warm, together)
     seen["error at 0.7"] = largest_error(model, cool, together)
-    seen["greedy"] = [together[request.request_id].tokens for request in greedy]
-    seen["greedy expected"] = [greedy(model, request) for request in greedy]
+    seen["greedy"] = [together[request.request_id].tokens for request in cold]
+    seen["greedy expected"] = [greedy(model, request) for request in cold]
     seen["together"] = [together[request.request_id] for request in warm]
     seen["reversed"] = [run(engine, warm[::-1])[request.request_id] for request in warm]
     seen["alone"] = [run(engine, [request])[request.request_id] for request in warm[:6]]

@@ -95,11 +95,11 @@ def _replica(rank: int, size: int, path: str, folder: str) -> dict[str, Any]:
     dist.init_process_group("gloo", store=store, rank=local, world_size=len(ranks))
     enter_world(local, len(ranks))
     engine = VllmEngine(make_settings(path, tp=len(ranks), load_weights=True))
-    shared_memory = shared_memory()
+    mapped = shared_memory()
     samples = run(engine, make_requests(make_prompts(32, 9, seed=1)))
     dist.barrier()
     engine.close()
-    return {"samples": samples, "shared memory": shared_memory}
+    return {"samples": samples, "shared memory": mapped}
 
 
 def test_replicas_of_tp_1_and_2_share_a_host_and_sample_alike(tmp_path: Path) -> None:

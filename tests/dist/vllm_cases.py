@@ -31,18 +31,25 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": MAX_LEN,
     "eos_token_id": EOS,
     "bos_token_id": None,
     "pad_token_id": 0,
 }
+
+
+def _config(kind: Any, **changes: Any) -> PretrainedConfig:
+    return kind(**SIZES | changes)
+
+
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama_tied": lambda: LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=True),
-    "llama": lambda: LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**SIZES | {"hidden_size": 128}, tie_word_embeddings=False),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True),
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SIZES, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    "llama_tied": lambda: _config(LlamaConfig, tie_word_embeddings=True),
+    "llama": lambda: _config(LlamaConfig, tie_word_embeddings=False),
+    "qwen2": lambda: _config(Qwen2Config, num_attention_heads=2, tie_word_embeddings=False),
+    "qwen3": lambda: _config(Qwen3Config, tie_word_embeddings=True),
+    "qwen3_moe": lambda: _config(
+        Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
     ),
 }
 

@@ -27,7 +27,9 @@ def test_overrides_win_over_the_file_and_keep_their_types(tmp_path: Path) -> Non
     assert (config.trainer.layout.tp, config.trainer.layout.pp) == (2, 2)
 
 
-def test_an_override_without_a_value_empties_a_text_and_is_refused_elsewhere(tmp_path: Path) -> None:
+def test_an_override_without_a_value_empties_a_text_and_is_refused_elsewhere(
+    tmp_path: Path,
+) -> None:
     path = _write(tmp_path, "data: {eval_path: x.jsonl}\n")
     assert load_config(path, ("data.eval_path=",)).data.eval_path == ""
     with pytest.raises(ConfigError, match="max_steps"):

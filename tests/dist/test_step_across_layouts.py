@@ -1,0 +1,238 @@
+"""One RL step is the same on every trainer layout, and the generators then hold exactly it.
+
+Seven processes: ranks 0..3 train on as many ranks as the layout at hand needs, rank 4 is a
+generator of its own and ranks 5, 6 are one of tp 2. All engines are the real ones. The batch is
+sampled once, by rank 4, from the starting weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoint import StartPoint
+from megarl.config import RunConfig, load_config
+from megarl.data.starting_model import write_starting_model
+from megarl.ddma.engine import WeightSync
+from megarl.ddma.transports import CollectiveTransport, timed_wait
+from megarl.observe.trace import Tracer
+from megarl.rollout.engine import SampleRequest
+from megatron_bridge.layouts.megatron import megatron_manifest
+from megatron_bridge.layouts.vllm import vllm_manifest
+from megatron_bridge.models.families import load_spec
+from megatron_bridge.parallel import TrainerLayout
+from megatron_bridge.plan import plan
+from tests.jobs import ROOT
+from tests.processes import run_ranks
+
+pytestmark = pytest.mark.dist
+
+LAYOUTS = {
+    "tp1": ("trainer.layout.tp=1",),
+    "tp2": ("trainer.layout.tp=2",),
+    "pp2": ("trainer.layout.tp=1", "trainer.layout.pp=2"),
+    "dp2": ("trainer.layout.tp=1", "trainer.layout.dp=2"),
+    "tp2 pp2": ("trainer.layout.tp=2", "trainer.layout.pp=2"),
+    "tp2 dp2 distributed optimizer": (
+        "trainer.layout.tp=2",
+        "trainer.layout.dp=2",
+        "trainer.distributed_optimizer=true",
+    ),
+}
+REPLICAS = ((4,), (5, 6))
+NUM_PROMPTS, SAMPLES = 8, 4
+WAIT = timed_wait(60.0)
+
+
+def _config(folder: str, layout: str) -> RunConfig:
+    overrides = (
+        f"run_dir={folder}",
+        f"name={layout.replace(' ', '-')}",
+        f"model.path={folder}/model",
+        "trainer.lr=1e-3",
+        f"rollout.n={SAMPLES}",
+        f"data.train_batch_size={NUM_PROMPTS}",
+        "trainer.max_tokens_per_micro_batch=256",  # several micro-batches a rank
+        "max_steps=1",
+        *LAYOUTS[layout],
+    )
+    return load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+
+
+class _Meeting:
+    """The store that all ranks share: groups under it, and files announced through it."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        self.rank = rank
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False)
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        store = dist.PrefixStore(name, self.store)
+        timeout = timedelta(seconds=120)
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), timeout)
+
+    def enter_world(self, name: str, ranks: tuple[int, ...]) -> None:
+        local = ranks.index(self.rank)
+        store = dist.PrefixStore(f"world/{name}", self.store)
+        dist.init_process_group("gloo", store=store, rank=local, world_size=len(ranks))
+        os.environ.update(RANK=str(local), LOCAL_RANK=str(local), WORLD_SIZE=str(len(ranks)))
+
+    def announce(self, key: str) -> None:
+        self.store.set(key, "1")
+
+    def await_(self, key: str) -> None:
+        self.store.wait([key], timedelta(seconds=240))
+
+
+def _link(meeting: _Meeting, config: RunConfig, params: dict, layout: TrainerLayout) -> WeightSync:
+    spec = load_spec(Path(config.model.path))
+    trainers = tuple(range(layout.world_size))
+    ranks = trainers + REPLICAS[0] + REPLICAS[1]
+    # Ranks of the plan are ranks of the group: generators follow the trainers without a gap.
+    source = [megatron_manifest(spec, layout, rank) for rank in trainers]
+    target = [
+        vllm_manifest(spec, len(replica), index, global_rank=ranks.index(rank))
+        for replica in REPLICAS
+        for index, rank in enumerate(replica)
+    ]
+    group = meeting.group(f"weights/{config.name}", ranks)
+    transport = CollectiveTransport(group, torch.float32, torch.device("cpu"), wait=WAIT)
+    return WeightSync(plan(source, target), ranks.index(meeting.rank), transport, params)
+
+
+def _train(meeting: _Meeting, folder: str) -> dict[str, object]:
+    from megarl.executors.policy import ExportLink
+    from megarl.executors.reward import Scored, split_batch
+    from megarl.executors.trainer import TrainerExecutor
+    from megarl.rewards.pool import RewardResult
+
+    results: dict[str, object] = {}
+    for name in LAYOUTS:
+        config = _config(folder, name)
+        layout = config.trainer.layout
+        ranks = tuple(range(layout.world_size))
+        if meeting.rank not in ranks:
+            continue
+        meeting.enter_world(name, ranks)
+        link = ExportLink(
+            group=meeting.group(f"export/{name}", ranks) if len(ranks) > 1 else None, wait=WAIT
+        )
+        trainer = TrainerExecutor(config, StartPoint(), meeting.rank, link, Tracer("trainer", 0))
+        trainer.init()
+        meeting.await_("rollouts")
+        rollouts = torch.load(f"{folder}/rollouts.pt", weights_only=False)
+        # Rewards that differ within a group: a model that knows nothing earns none by itself.
+        rewards = (rollouts.lengths % 3).double() / 2
+        nothing = RewardResult(scores=[], metrics={}, timeouts=0, errors=0, crashes=0)
+        scored = Scored(rollouts=rollouts, responses=[], rewards=rewards, result=nothing)
+        part = split_batch(scored, config)[layout.coordinate(meeting.rank).dp]
+        trainer.put_input("batch", [part])
+        trainer.step()
+        sync = _link(meeting, config, dict(trainer.get_model()), layout)
+        sync.send(trainer.version)
+        trainer.policy.export(link)
+        metrics = trainer.get_output("metrics/trainer")[0].to_dict()  # type: ignore[attr-defined]
+        results[name] = (metrics["actor/loss"], metrics["actor/grad_norm"])
+        trainer.close()
+        dist.destroy_process_group()
+        if meeting.rank == 0:
+            meeting.announce(f"exported/{name}")
+    return results
+
+
+def _generate(meeting: _Meeting, folder: str) -> dict[str, object]:
+    from megarl.data.prompts import Prompt
+    from megarl.executors.generator import sample_all, sampling_seed, to_rollouts
+    from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
+
+    replica = next(replica for replica in REPLICAS if meeting.rank in replica)
+    meeting.enter_world(f"replica{replica[0]}", replica)
+
+    def start(path: str, job: str) -> VllmEngine:
+        return VllmEngine(
+            EngineSettings(
+                model_path=path,
+                dtype="float32",
+                tp=len(replica),
+                max_model_len=64,
+                max_running_sequences=64,
+                kv_cache_bytes=16 << 20,
+                seed=0,
+                enforce_eager=True,
+                prefix_caching=True,
+                job=f"layouts-{meeting.store.port}-{replica[0]}-{job}",
+                load_weights=True,
+            )
+        )
+
+    engine = start(f"{folder}/model", "start")
+    if meeting.rank == 4:
+        prompts = [
+            Prompt(prompt_id=i, tokens=(1, 3 + i, 13, 4, 17, 18), text="", answer="", extra="")
+            for i in range(NUM_PROMPTS)
+        ]
+        requests = [
+            SampleRequest(
+                request_id=i,
+                prompt=prompts[i // SAMPLES].tokens,
+                max_tokens=24,
+                temperature=1.0,
+                seed=sampling_seed(0, i // SAMPLES, i % SAMPLES),
+                eos_token_id=2,
+            )
+            for i in range(NUM_PROMPTS * SAMPLES)
+        ]
+        torch.save(to_rollouts(prompts, sample_all(engine, requests), SAMPLES), f"{folder}/rollouts.pt")
+        meeting.announce("rollouts")
+    received: dict[str, dict[str, torch.Tensor]] = {}
+    params = engine.parameters()
+    for name in LAYOUTS:
+        config = _config(folder, name)
+        for tensor in params.values():  # poison: only the transfer can make it right
+            tensor.fill_(torch.nan)
+        sync = _link(meeting, config, params, config.trainer.layout)
+        assert sync.receive() == 1
+        received[name] = {key: tensor.clone() for key, tensor in params.items()}
+    engine.close()
+    return {name: _differences(meeting, start, folder, name, got) for name, got in received.items()}
+
+
+def _differences(
+    meeting: _Meeting, start: Callable, folder: str, name: str, got: dict[str, torch.Tensor]
+) -> list[str]:
+    """Return the parameters that differ from what vLLM's own loader makes of the exported folder."""
+    meeting.await_(f"exported/{name}")
+    slug = name.replace(" ", "-")
+    loaded = start(f"{folder}/{slug}/hf", slug)
+    expected = loaded.parameters()
+    wrong = [key for key, tensor in expected.items() if not torch.equal(got[key], tensor)]
+    assert expected.keys() == got.keys()
+    loaded.close()
+    return wrong
+
+
+def _run(rank: int, size: int, port: int, folder: str) -> dict[str, object]:
+    meeting = _Meeting(rank, port)
+    return _train(meeting, folder) if rank < 4 else _generate(meeting, folder)
+
+
+def test_one_step_is_the_same_on_every_layout_and_arrives_bit_for_bit(tmp_path: Path) -> None:
+    write_starting_model(tmp_path / "model", 0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = run_ranks(_run, 7, store.port, str(tmp_path), timeout=400, default_group=False)
+    loss, grad_norm = results[0]["tp1"]
+    assert abs(loss) > 1e-4
+    assert grad_norm > 1e-3
+    for result in results[:4]:
+        for name, (other_loss, other_norm) in result.items():
+            assert other_loss == pytest.approx(loss, rel=1e-4), name
+            assert other_norm == pytest.approx(grad_norm, rel=1e-4), name
+    assert set(results[0]) == set(LAYOUTS)
+    for result in results[4:]:
+        assert result == {name: [] for name in LAYOUTS}
