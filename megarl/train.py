@@ -172,7 +172,8 @@ def _prepare_process(local_rank: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if torch.cuda.is_available():
+    # The reward rank stands behind the ranks that have a GPU and needs none.
+    if local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
 
 

@@ -20,6 +20,7 @@ from tests.dist.vllm_cases import (
     EOS,
     VOCAB,
     enter_world,
+    greedy,
     largest_error,
     make_model,
     make_prompts,

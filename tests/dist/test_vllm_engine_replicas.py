@@ -36,7 +36,8 @@ pytestmark = pytest.mark.dist
 def _families(rank: int, size: int, paths: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Build one engine after the other in this process."""
     enter_world(rank, size)
-    seen = {"wrong world": {"refusal": refusal(lambda: VllmEngine(make_settings("", tp=2)))}}
+    seen: dict[str, dict[str, Any]] = {}
+    seen["wrong world"] = {"refusal": refusal(lambda: VllmEngine(make_settings("", tp=2)))}
     mixture = paths.pop("qwen3_moe")
     for family, path in paths.items():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -91,8 +92,8 @@ def _replica(rank: int, size: int, path: str, folder: str) -> dict[str, Any]:
     ranks = REPLICAS[index]
     local = ranks.index(rank)
     dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/{index}", len(ranks))
-    dist.init_process_group("gloo", store=store, rank=local, world_size=len(ranks))
+    meeting_point = f"file://{folder}/replica-{index}"
+    dist.init_process_group("gloo", meeting_point, rank=local, world_size=len(ranks))
     enter_world(local, len(ranks))
     engine = VllmEngine(make_settings(path, tp=len(ranks), load_weights=True))
     mapped = shared_memory()
