@@ -11,11 +11,11 @@ import difflib
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import cast, get_type_hints
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megarl.errors import ConfigError
 from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
@@ -181,9 +181,6 @@ class RunConfig:
         return self.model.generator_dtype or self.model.dtype
 
 
-T = TypeVar("T")
-
-
 def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a YAML file over `RunConfig`'s defaults and apply ``a.b=c`` overrides.
 
@@ -200,13 +197,13 @@ def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     dotted = [f"{item}''" if item.endswith("=") else item for item in overrides]
     try:
         layers = [OmegaConf.load(file), OmegaConf.from_dotlist(dotted)]
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{file} is not readable YAML: {error}") from error
     for layer, where in zip(layers, (str(file), "command line"), strict=True):
         given = OmegaConf.to_container(layer)
         if given is not None and not isinstance(given, dict):
             raise ConfigError(f"{where}: expected a mapping of keys, got {type(given).__name__}")
-        _refuse_unknown_keys(given or {}, RunConfig, where, "")
+        _refuse_unknown_keys(cast(dict[str, object], given or {}), RunConfig, where, "")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), *layers)
         config = OmegaConf.to_object(merged)
@@ -221,12 +218,13 @@ def load_config(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
 def to_yaml(config: RunConfig) -> str:
     """Return the resolved configuration as YAML, as it is written beside the run."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=False)
-    return OmegaConf.to_yaml(OmegaConf.create(_without_enums(plain)))
+    return yaml.safe_dump(_without_enums(plain), sort_keys=False)
 
 
 def _without_enums(node: object) -> object:
     if isinstance(node, dict):
-        return {key: _without_enums(value) for key, value in node.items()}
+        items = cast(dict[str, object], node)
+        return {key: _without_enums(value) for key, value in items.items()}
     return str(node.value) if isinstance(node, StrEnum) else node
 
 
@@ -236,9 +234,9 @@ def schema_rows(schema: type, prefix: str = "") -> list[tuple[str, str, object]]
     hints = get_type_hints(schema)
     defaults = schema()
     for item in fields(schema):
-        kind = hints[item.name]
+        kind: object = hints[item.name]
         value = getattr(defaults, item.name)
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             rows += schema_rows(kind, f"{prefix}{item.name}.")
         else:
             name = kind.__name__ if isinstance(kind, type) else str(kind)
@@ -246,7 +244,7 @@ def schema_rows(schema: type, prefix: str = "") -> list[tuple[str, str, object]]
     return rows
 
 
-def _refuse_unknown_keys(given: dict, schema: type, where: str, prefix: str) -> None:
+def _refuse_unknown_keys(given: dict[str, object], schema: type, where: str, prefix: str) -> None:
     hints = get_type_hints(schema)
     for key, value in given.items():
         if key not in hints:
@@ -258,7 +256,8 @@ def _refuse_unknown_keys(given: dict, schema: type, where: str, prefix: str) -> 
         if is_dataclass(hints[key]):
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}: {prefix}{key} must be a mapping, got {value!r}")
-            _refuse_unknown_keys(value, hints[key], where, f"{prefix}{key}.")
+            inner = cast(dict[str, object], value)
+            _refuse_unknown_keys(inner, hints[key], where, f"{prefix}{key}.")
 
 
 def _require(condition: bool, key: str, got: object, expected: str) -> None:

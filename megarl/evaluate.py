@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.checkpoint import write_atomically
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import decode, eos_id, load_model_tokenizer
 from megarl.executors.generator import sample_all, sampling_seed
 from megarl.rewards.pool import RewardItem, RewardPool
 from megarl.rollout.engine import SampleRequest
@@ -26,7 +26,7 @@ EVAL_FILE = "eval.json"
 def evaluate(rank: Rank) -> None:
     """Sample ``eval.n`` responses and one greedy response a prompt, score them, write the result."""
     config = rank.config
-    tokenizer = load_tokenizer(Path(config.model.path))
+    tokenizer = load_model_tokenizer(Path(config.model.path))
     prompts = PromptDataset(Path(config.data.eval_path), tokenizer, config.data).all()
     rank.world.set_status("starting the engine")
     engine = make_engine(rank, load_weights=True)
@@ -38,7 +38,7 @@ def evaluate(rank: Rank) -> None:
             max_tokens=config.rollout.max_response_length,
             temperature=config.rollout.temperature if sample < n else 0.0,
             seed=sampling_seed(config.seed, prompt.prompt_id, sample),
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=eos_id(tokenizer),
         )
         for index, prompt in enumerate(prompts)
         for sample in range(n + 1)
@@ -51,7 +51,7 @@ def evaluate(rank: Rank) -> None:
     items = [
         RewardItem(
             prompt=prompts[sample.request_id // (n + 1)].text,
-            response=tokenizer.decode(list(sample.tokens), skip_special_tokens=True),
+            response=decode(tokenizer, sample.tokens),
             answer=prompts[sample.request_id // (n + 1)].answer,
             extra=prompts[sample.request_id // (n + 1)].extra,
             finished=sample.finished,

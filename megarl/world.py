@@ -13,21 +13,85 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.errors import ChannelError, ChannelTimeout
 from megarl.topology import ExecutorPlace, Topology
 
-_POLL_SECONDS = 0.25  # how often a waiting rank looks whether its time is over or a signal came
+_POLL_SECONDS = 0.05  # how often a waiting rank looks whether its time is over or a signal came
 STOP_KEY, FAILURE_KEY = "stop", "failure"
 _STORE_TIMEOUT = timedelta(seconds=120)  # connecting to the store, while peers still import
+
+
+Wait = Callable[[dist.Work, str], None]
+
+
+def _is_closed(error: BaseException) -> bool:
+    """Whether a process group says that a peer is gone, in gloo's or NCCL's words."""
+    return "onnection closed" in str(error) or "onnection reset" in str(error)
+
+
+class Group(Protocol):
+    """What megarl needs of a process group: `torch.distributed.ProcessGroup` or a backend."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def barrier(self) -> dist.Work: ...
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> dist.Work: ...
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> dist.Work: ...
+
+
+def timed_wait(timeout_seconds: float) -> Wait:
+    """Return a wait that ends after ``timeout_seconds`` and that signals can interrupt.
+
+    A gloo send or receive completes only inside `Work.wait`, and a wait that expires closes the
+    connection; so a thread waits once, for the whole time, while the caller polls. An NCCL wait
+    only orders streams; there ``is_completed`` tells when the bytes have arrived.
+
+    Raises (when called):
+        ChannelTimeout: the work was not done in time; names the label.
+        ChannelError: the peer closed the connection.
+    """
+
+    def wait(work: dist.Work, label: str) -> None:
+        failure: list[RuntimeError] = []
+
+        def block() -> None:
+            try:
+                work.wait(timedelta(seconds=timeout_seconds))
+            except RuntimeError as error:
+                failure.append(error)
+
+        began = time.monotonic()
+        thread = threading.Thread(target=block, name=f"wait: {label}", daemon=True)
+        thread.start()
+        thread.join(_POLL_SECONDS)
+        while thread.is_alive() or not (failure or work.is_completed()):
+            waited = time.monotonic() - began
+            if waited > timeout_seconds + 2 * _POLL_SECONDS:
+                raise ChannelTimeout(f"{label} for {waited:.1f} s: not done")
+            if thread.is_alive():
+                thread.join(_POLL_SECONDS)
+            else:
+                time.sleep(_POLL_SECONDS / 100)
+        if failure:
+            waited = time.monotonic() - began
+            kind = ChannelTimeout if waited >= timeout_seconds else ChannelError
+            ending = "a peer closed the connection" if _is_closed(failure[0]) else failure[0]
+            raise kind(f"{label} for {waited:.1f} s: {ending}") from failure[0]
+
+    return wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +128,6 @@ class Rendezvous:
     timeout_seconds: float
 
 
-def _is_closed(error: BaseException) -> bool:
-    """Whether a process group says that a peer is gone, in gloo's or NCCL's words."""
-    return "onnection closed" in str(error) or "onnection reset" in str(error)
-
-
 def read_status(store: dist.Store, rank: int) -> Status | None:
     """Return what ``rank`` last said of itself; None where it has not joined yet."""
     key = f"status/{rank}"
@@ -88,14 +147,14 @@ class World:
         self.label = topology.label(at.rank)
         self._timeout = timedelta(seconds=at.timeout_seconds)
         self._step = -1
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="wait")
+        self._wait = timed_wait(at.timeout_seconds)
         self.store = dist.TCPStore(
             at.host, at.port, is_master=at.is_store_host, timeout=_STORE_TIMEOUT
         )
         self.set_status("joining the worlds")
         self.run_id = f"{at.port}"  # unique on a host while the run lasts
         self._join_executor_world()
-        self.control: dist.ProcessGroup = self._gloo("global", tuple(range(topology.size)))
+        self.control: Group = self._gloo("global", tuple(range(topology.size)))
 
     def _join_executor_world(self) -> None:
         """Make the default group; sets the environment that external engines read their rank from."""
@@ -113,11 +172,12 @@ class World:
         if not torch.cuda.is_available():
             os.environ["LOCAL_RANK"] = str(local)
 
-    def _gloo(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _gloo(self, name: str, ranks: tuple[int, ...]) -> Group:
         store = dist.PrefixStore(f"group/{name}", self.store)
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self._timeout)
+        group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self._timeout)
+        return cast(Group, group)
 
-    def subgroup(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def subgroup(self, name: str, ranks: tuple[int, ...]) -> Group | None:
         """Return a gloo group of ``ranks`` in that order; None for one rank or a non-member.
 
         All members enter, in the same order of names.
@@ -126,14 +186,16 @@ class World:
             return None
         return self._gloo(name, ranks)
 
-    def device_group(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def device_group(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Return a group for device tensors: NCCL on GPUs, gloo on CPUs; all ``ranks`` enter."""
         if not torch.cuda.is_available():
             return self._gloo(name, ranks)
         store = dist.PrefixStore(f"group/{name}", self.store)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
+        return cast(
+            Group, dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
+        )
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} ({self.topology.label(rank)})"
@@ -172,28 +234,10 @@ class World:
             ChannelTimeout: not done within the world's timeout.
             ChannelError: the peer closed the connection.
         """
-        began = time.monotonic()
         self.set_status(label)
-        future = self._waiter.submit(work.wait, self._timeout)
-        while True:
-            try:
-                future.result(timeout=_POLL_SECONDS)
-                return
-            except FutureTimeout as error:
-                if future.done() or time.monotonic() - began > self.timeout_seconds:
-                    raise ChannelTimeout(self._report(label, began)) from error
-            except RuntimeError as error:
-                if time.monotonic() - began >= self.timeout_seconds:
-                    raise ChannelTimeout(self._report(label, began)) from error
-                ending = "a peer closed the connection" if _is_closed(error) else str(error)
-                raise ChannelError(f"{self._report(label, began)}: {ending}") from error
-
-    def _report(self, label: str, began: float) -> str:
-        seconds = time.monotonic() - began
-        return f"rank {self.rank} ({self.label}), tick {self._step}: {label} for {seconds:.1f} s"
+        self._wait(work, f"rank {self.rank} ({self.label}), tick {self._step}: {label}")
 
     def leave(self) -> None:
         """Leave both worlds; may be called after a failure."""
-        self._waiter.shutdown(wait=False, cancel_futures=True)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """Parallel layouts of the two worlds, and where each rank stands in them; no torch.
 
 Megatron numbers its ranks with tensor parallelism fastest, then context, data and pipeline
-(``initialize_model_parallel``'s default order "tp-cp-ep-dp-pp"; ep lies inside dp).
+(``initialize_model_parallel``'s default order "tp-cp-ep-dp-pp"). For experts it divides the ranks
+of a stage anew: expert tensor parallelism fastest, then expert and expert data parallelism.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ class TrainerCoordinate:
     cp: int
     dp: int
     pp: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCoordinate:
+    """Where one trainer rank stands among those that hold the experts of its pipeline stage."""
+
+    etp: int
+    ep: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,11 @@ class TrainerLayout:
         tp, rest = rank % self.tp, rank // self.tp
         cp, rest = rest % self.cp, rest // self.cp
         return TrainerCoordinate(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp)
+
+    def expert_coordinate(self, rank: int) -> ExpertCoordinate:
+        """Return the place of executor-world rank ``rank`` in the grid of experts."""
+        rest = rank // self.etp
+        return ExpertCoordinate(etp=rank % self.etp, ep=rest % self.ep)
 
     def rank_of(self, at: TrainerCoordinate) -> int:
         """Return the executor-world rank that stands at ``at``."""

@@ -32,6 +32,10 @@ class Part(Enum):
     GATE = "gate"
     UP = "up"
     DOWN = "down"
+    ROUTER = "router"
+    EXPERT_GATE = "expert_gate"
+    EXPERT_UP = "expert_up"
+    EXPERT_DOWN = "expert_down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +46,18 @@ class CanonicalTensor:
     part: Part
     shape: tuple[int, ...]
     layer: int | None = None  # global index of its transformer layer
+    expert: int | None = None  # index of its expert in the layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Sizes of a decoder-only transformer and what its family adds."""
+    """Sizes of a decoder-only transformer and what its family adds.
 
-    family: str  # "llama", "qwen2", "qwen3"
+    With experts every layer is a mixture of them, without a load-balancing loss; ``ffn_size`` is
+    then unused.
+    """
+
+    family: str  # "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"
     vocab_size: int
     hidden_size: int
     ffn_size: int
@@ -64,6 +73,10 @@ class ModelSpec:
     qk_norm: bool = False
     rope_scaling: tuple[tuple[str, float], ...] = ()  # llama3 scaling: sorted (key, value) pairs
     initializer_range: float = 0.02
+    num_experts: int = 0  # of a layer; 0: a dense model
+    experts_per_token: int = 0
+    moe_ffn_size: int = 0  # of one expert
+    norm_topk: bool = False  # a token's chosen experts share a weight of 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +94,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalParam:
-    """One parameter as a rank holds it. What no shard covers is padding and must be zero."""
+    """One parameter as a rank holds it. What no shard covers is padding and must be zero.
+
+    A stack of matrices [E, rows, columns] counts as one matrix [E * rows, columns].
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import BroadcastOptions, ProcessGroup
+from torch.distributed import BroadcastOptions
 
 from megarl.channels.base import CommunicationChannel, CommunicationType
 from megarl.channels.wire import HEADER_LENGTH, pack, payload_length, unpack
@@ -19,7 +19,7 @@ from megarl.errors import ChannelError
 from megarl.executors.base import Executor
 from megarl.observe.trace import SpanKind, Tracer
 from megarl.types import Message
-from megarl.world import World
+from megarl.world import Group, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class CollectiveChannel(CommunicationChannel):
             self._world.wait(work, f"waiting in {where}")
         return unpack(self._type, header, payload, where)
 
-    def _fan_out(self, group: ProcessGroup | None, message: Message | None, root: int) -> Message:
+    def _fan_out(self, group: Group | None, message: Message | None, root: int) -> Message:
         """Broadcast the group's first rank's message to all its ranks; all of them enter."""
         if group is None:
             assert message is not None

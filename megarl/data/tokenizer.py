@@ -5,12 +5,14 @@ Called by the executors (loading, checking) and by `megarl.data.starting_model` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.errors import DataError
+from megatron_bridge.models.families import load_spec
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # ids 0, 1, 2
 CHARACTERS = "0123456789+-=;#?"  # ids 3..18
@@ -47,6 +49,30 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise DataError(f"tokenizer: {path} holds none that can be loaded: {error}") from error
+
+
+def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder and check that the two belong together.
+
+    Raises:
+        DataError: as `load_tokenizer` and `check_tokenizer`.
+    """
+    tokenizer = load_tokenizer(folder)
+    check_tokenizer(tokenizer, load_spec(folder).vocab_size)
+    return tokenizer
+
+
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id that ends a response; `check_tokenizer` has seen that there is one."""
+    assert isinstance(tokenizer.eos_token_id, int)
+    return tokenizer.eos_token_id
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Return the text of ``tokens`` without special tokens."""
+    text = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    assert isinstance(text, str)
+    return text
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

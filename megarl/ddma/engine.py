@@ -67,6 +67,7 @@ class WeightSync:
         self._sends = plan.of_source(rank)
         self._receives = plan.of_target(rank)
         self._check_params()
+        self._padded = self._params_with_padding()
         itemsize = transport.wire_dtype.itemsize
         self._rounds = plan.rounds(max_numel=max(1, round_bytes // itemsize), rank=rank)
         self._agreement = f"{transport.framing}, rounds of {round_bytes} bytes, verify {verify}"
@@ -93,6 +94,17 @@ class WeightSync:
                 raise WeightSyncError(
                     f"{item.target_param} of rank {self.rank} is {dtype}, the wire carries {wire}"
                 )
+
+    def _params_with_padding(self) -> list[Tensor]:
+        """Return the parameters of which this rank receives only a part: the rest must be zero."""
+        received: dict[str, int] = defaultdict(int)
+        for item in self._receives:
+            received[item.target_param] += item.box.numel
+        return [
+            self._params[name]
+            for name, numel in received.items()
+            if numel < self._params[name].numel()
+        ]
 
     def require_clean(self) -> None:
         """Raise WeightSyncError unless the weights are those of one committed version."""
@@ -164,6 +176,8 @@ class WeightSync:
         """
         if self._receives:
             self.state = SyncState.POISONED
+        for tensor in self._padded:
+            tensor.zero_()  # an engine's own start leaves anything there
         for items in self._rounds:
             self._transport.post(items)
         self._transport.wait()

@@ -12,77 +12,22 @@ or writes a parameter in place or goes through a staging buffer.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from megarl.errors import ChannelError, ChannelTimeout
+from megarl.errors import ChannelTimeout
+from megarl.world import Group, Wait
 from megatron_bridge.operations import Operation
 
-Wait = Callable[[Work, str], None]
-
 _TAG = 0xDD3A  # keeps our gloo messages apart from those of channels on the same group
-_POLL_SECONDS = 0.05
-
-
-class Group(Protocol):
-    """What this module needs of a process group: `torch.distributed.ProcessGroup` or a backend."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def allreduce(self, tensors: list[Tensor]) -> Work: ...
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work: ...
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work: ...
-
-
-def timed_wait(timeout_seconds: float) -> Wait:
-    """Return a wait that ends after ``timeout_seconds`` and that signals can interrupt.
-
-    A gloo send or receive completes only inside `Work.wait`, and a wait that expires closes the
-    connection; so a thread waits once, for the whole time, while the caller polls. An NCCL wait
-    only orders streams; there ``is_completed`` tells when the bytes have arrived.
-
-    Raises (when called):
-        ChannelTimeout: the work was not done in time; names the label.
-        ChannelError: the peer closed the connection.
-    """
-
-    def wait(work: Work, label: str) -> None:
-        failure: list[RuntimeError] = []
-
-        def block() -> None:
-            try:
-                work.wait(timedelta(seconds=timeout_seconds))
-            except RuntimeError as error:
-                failure.append(error)
-
-        began = time.monotonic()
-        thread = threading.Thread(target=block, name=f"wait: {label}", daemon=True)
-        thread.start()
-        thread.join(_POLL_SECONDS)
-        while thread.is_alive() or not (failure or work.is_completed()):
-            waited = time.monotonic() - began
-            if waited > timeout_seconds + 2 * _POLL_SECONDS:
-                raise ChannelTimeout(f"{label}: not done after {waited:.1f} s")
-            if thread.is_alive():
-                thread.join(_POLL_SECONDS)
-            else:
-                time.sleep(_POLL_SECONDS / 100)
-        if failure:
-            waited = time.monotonic() - began
-            kind = ChannelTimeout if waited >= timeout_seconds else ChannelError
-            raise kind(f"{label}: failed after {waited:.1f} s: {failure[0]}") from failure[0]
-
-    return wait
 
 
 class _Together(Work):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.config import RunConfig
 from megarl.data.prompts import Prompt, PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import eos_id, load_model_tokenizer
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
 from megarl.observe.trace import Tracer
@@ -115,8 +115,8 @@ class GeneratorExecutor(Executor):
 
     def init(self) -> None:
         config = self._config
-        tokenizer = load_tokenizer(Path(config.model.path))
-        self._eos = tokenizer.eos_token_id
+        tokenizer = load_model_tokenizer(Path(config.model.path))
+        self._eos = eos_id(tokenizer)
         self._train_prompts = PromptDataset(Path(config.data.train_path), tokenizer, config.data)
         self._eval_prompts = (
             PromptDataset(Path(config.data.eval_path), tokenizer, config.data)

@@ -18,7 +18,7 @@ from megarl import checkpoint
 from megarl.checkpoint import RunState, StartPoint
 from megarl.config import RunConfig
 from megarl.ddma.export import HfExport, export_hf
-from megarl.ddma.transports import Group, Wait
+from megarl.world import Group, Wait
 from megatron_bridge.io.hf import load_hf
 from megatron_bridge.layouts.megatron import megatron_manifest
 from megatron_bridge.models.families import load_spec

@@ -21,7 +21,7 @@ from megarl.algorithms.advantages import group_advantages
 from megarl.config import RunConfig
 from megarl.data.packing import micro_batches, partition
 from megarl.data.prompts import Prompt, PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import decode, load_model_tokenizer
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
 from megarl.observe.trace import Tracer
@@ -97,7 +97,7 @@ class RewardExecutor(Executor):
 
     def init(self) -> None:
         config = self._config
-        self._tokenizer = load_tokenizer(Path(config.model.path))
+        self._tokenizer = load_model_tokenizer(Path(config.model.path))
         self._pool = RewardPool(
             config.reward.path, config.reward.num_processes, config.reward.timeout_seconds
         )
@@ -173,7 +173,7 @@ class RewardExecutor(Executor):
             items.append(
                 RewardItem(
                     prompt=prompt.text,
-                    response=self._tokenizer.decode(response, skip_special_tokens=True),
+                    response=decode(self._tokenizer, response),
                     answer=prompt.answer,
                     extra=prompt.extra,
                     finished=bool(rollouts.finished[row]),

@@ -19,7 +19,7 @@ from megarl.checkpoint import StartPoint
 from megarl.config import RunConfig
 from megarl.data.demonstrations import Demonstration, DemonstrationDataset
 from megarl.data.packing import micro_batches, partition
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
 from megarl.executors.policy import ExportLink, Policy, peak_memory_gib
@@ -61,7 +61,7 @@ class SftExecutor(Executor):
 
     def init(self) -> None:
         self.policy = Policy(self._config, self._start, self._rank)
-        tokenizer = load_tokenizer(Path(self._config.model.path))
+        tokenizer = load_model_tokenizer(Path(self._config.model.path))
         path = Path(self._config.data.train_path)
         self._demonstrations = DemonstrationDataset(path, tokenizer, self._config.data)
         self._began = time.monotonic()

@@ -6,13 +6,15 @@ chunks of an interleaved pipeline do not collide. Called by the planner's users 
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_bridge.errors import PlanError
 from megatron_bridge.layouts.segments import Segment, consecutive, cut_columns, cut_rows, whole
 from megatron_bridge.models.checks import check_layout, layers_of_stage
 from megatron_bridge.models.families import canonical_tensors
-from megatron_bridge.parallel import TrainerCoordinate, TrainerLayout
+from megatron_bridge.parallel import TrainerLayout
 from megatron_bridge.spec import CanonicalTensor, LocalParam, ModelSpec, Part, RankManifest
 
 _QKV_WEIGHT = (Part.Q, Part.K, Part.V)
@@ -23,13 +25,29 @@ _REPLICATED = {
     Part.POST_ATTENTION_NORM: "pre_mlp_layernorm.weight",
     Part.Q_NORM: "self_attention.q_layernorm.weight",
     Part.K_NORM: "self_attention.k_layernorm.weight",
+    Part.ROUTER: "mlp.router.weight",
 }
-# Transformer Engine's layers hold the norm in front of them.
-_FUSED_NORMS = {
-    Part.INPUT_NORM: "self_attention.linear_qkv.layer_norm_weight",
-    Part.POST_ATTENTION_NORM: "mlp.linear_fc1.layer_norm_weight",
-}
-_COLUMNS = {Part.O: "self_attention.linear_proj.weight", Part.DOWN: "mlp.linear_fc2.weight"}
+# Transformer Engine's layers hold the norm in front of them; a router has none.
+_FUSED_INPUT_NORM = "self_attention.linear_qkv.layer_norm_weight"
+_FUSED_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
+
+Parts = dict[Part, CanonicalTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What decides which weights a rank holds: ranks of one place are replicas."""
+
+    tp: int
+    pp: int
+    etp: int
+    ep: int
+
+
+@dataclass(slots=True)
+class _Layer:
+    parts: Parts = field(default_factory=dict)
+    experts: dict[int, Parts] = field(default_factory=dict)
 
 
 def padded_vocab_size(spec: ModelSpec, layout: TrainerLayout) -> int:
@@ -63,13 +81,49 @@ def _cut_evenly(name: str, segments: list[Segment], tp: int, tp_rank: int) -> Lo
     return cut_rows(name, segments, tp_rank * rows, (tp_rank + 1) * rows)
 
 
-def _layer_params(
-    spec: ModelSpec, parts: dict[Part, CanonicalTensor], place: tuple[int, int], fused_norms: bool
+def _mlp_params(
+    name: str, parts: list[CanonicalTensor], tp: int, tp_rank: int
 ) -> list[LocalParam]:
-    """Return one layer's parameters on tensor-parallel rank ``place = (tp, tp_rank)``."""
-    tp, tp_rank = place
+    """Return fc1 and fc2 of (gate, up, down); their number fills the gap in ``name``."""
+    gate, up, down = parts
+    return [
+        _cut_evenly(name.format(1), _gate_up_segments(gate, up, tp), tp, tp_rank),
+        cut_columns(name.format(2), [down], tp, tp_rank),
+    ]
+
+
+def _expert_params(
+    prefix: str, layer: _Layer, layout: TrainerLayout, place: _Place, grouped: bool
+) -> list[LocalParam]:
+    """Return the experts of one rank, numbered from 0 on each: a contiguous block of all."""
+    count = len(layer.experts) // layout.ep
+    params: list[LocalParam] = []
+    for local in range(count):
+        name = f"local_experts.{local}.linear_fc{{}}.weight"
+        if grouped:
+            name = f"linear_fc{{}}.weight{local}"
+        expert = layer.experts[place.ep * count + local]
+        parts = [expert[part] for part in (Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN)]
+        params += _mlp_params(f"{prefix}mlp.experts.{name}", parts, layout.etp, place.etp)
+    return params
+
+
+def _replicated_names(fused_norms: bool, dense: bool) -> dict[Part, str]:
+    names = dict(_REPLICATED)
+    if fused_norms:
+        names[Part.INPUT_NORM] = _FUSED_INPUT_NORM
+        if dense:
+            names[Part.POST_ATTENTION_NORM] = _FUSED_MLP_NORM
+    return names
+
+
+def _layer_params(
+    spec: ModelSpec, layer: _Layer, layout: TrainerLayout, place: _Place, fused_norms: bool
+) -> list[LocalParam]:
+    """Return one layer's parameters on the ranks of a place."""
+    parts, tp, tp_rank = layer.parts, layout.tp, place.tp
     prefix = f"decoder.layers.{parts[Part.Q].layer}."
-    replicated = {**_REPLICATED, **(_FUSED_NORMS if fused_norms else {})}
+    replicated = _replicated_names(fused_norms, dense=not layer.experts)
     params = [
         whole(prefix + name, parts[part]) for part, name in replicated.items() if part in parts
     ]
@@ -78,22 +132,21 @@ def _layer_params(
             segments = _qkv_segments(spec, tuple(parts[part] for part in fused))
             name = f"{prefix}self_attention.linear_qkv.{kind}"
             params.append(_cut_evenly(name, segments, tp, tp_rank))
-    gate_up = _gate_up_segments(parts[Part.GATE], parts[Part.UP], tp)
-    params.append(_cut_evenly(f"{prefix}mlp.linear_fc1.weight", gate_up, tp, tp_rank))
-    params += [
-        cut_columns(prefix + name, parts[part], tp, tp_rank) for part, name in _COLUMNS.items()
-    ]
-    return params
+    name = f"{prefix}self_attention.linear_proj.weight"
+    params.append(cut_columns(name, [parts[Part.O]], tp, tp_rank))
+    if layer.experts:
+        return params + _expert_params(prefix, layer, layout, place, fused_norms)
+    mlp = [parts[part] for part in (Part.GATE, Part.UP, Part.DOWN)]
+    return params + _mlp_params(f"{prefix}mlp.linear_fc{{}}.weight", mlp, tp, tp_rank)
 
 
 def _outer_params(
-    spec: ModelSpec, layout: TrainerLayout, rank: int, parts: dict[Part, CanonicalTensor]
+    spec: ModelSpec, layout: TrainerLayout, at: _Place, parts: Parts
 ) -> list[LocalParam]:
     """Return what the first and last stage hold besides layers.
 
     A tied model has one embedding where pp is 1; else the last stage keeps a copy as its head.
     """
-    at = layout.coordinate(rank)
     rows = padded_vocab_size(spec, layout) // layout.tp
     low, high = at.tp * rows, (at.tp + 1) * rows
     params: list[LocalParam] = []
@@ -111,18 +164,21 @@ def _outer_params(
 
 @lru_cache(maxsize=1024)
 def _params(
-    spec: ModelSpec, layout: TrainerLayout, rank: int, fused_norms: bool
+    spec: ModelSpec, layout: TrainerLayout, place: _Place, fused_norms: bool
 ) -> tuple[LocalParam, ...]:
     """Return a rank's parameters: one object for all replicas, which the planner makes use of."""
-    at = layout.coordinate(rank)
-    outer: dict[Part, CanonicalTensor] = {}
-    layers: dict[int, dict[Part, CanonicalTensor]] = {}
+    outer: Parts = {}
+    layers: dict[int, _Layer] = defaultdict(_Layer)
     for tensor in canonical_tensors(spec):
-        parts = outer if tensor.layer is None else layers.setdefault(tensor.layer, {})
-        parts[tensor.part] = tensor
-    params = _outer_params(spec, layout, rank, outer)
-    for layer in layers_of_stage(spec, layout, at.pp):
-        params += _layer_params(spec, layers[layer], (layout.tp, at.tp), fused_norms)
+        if tensor.layer is None:
+            outer[tensor.part] = tensor
+        elif tensor.expert is None:
+            layers[tensor.layer].parts[tensor.part] = tensor
+        else:
+            layers[tensor.layer].experts.setdefault(tensor.expert, {})[tensor.part] = tensor
+    params = _outer_params(spec, layout, place, outer)
+    for layer in layers_of_stage(spec, layout, place.pp):
+        params += _layer_params(spec, layers[layer], layout, place, fused_norms)
     return tuple(params)
 
 
@@ -137,7 +193,8 @@ def megatron_manifest(
     """Return what executor-world rank ``rank`` of the trainer holds.
 
     Args:
-        fused_norms: the Transformer Engine layer spec, whose linear layers hold the norms.
+        fused_norms: the Transformer Engine layer spec, whose linear layers hold the norms and
+            whose experts are one module.
         global_rank: the rank written into the manifest; ``rank`` where None.
 
     Raises:
@@ -146,9 +203,9 @@ def megatron_manifest(
     check_layout(spec, layout)
     if not 0 <= rank < layout.world_size:
         raise PlanError(f"trainer rank {rank} is not one of the layout's {layout.world_size} ranks")
-    at = layout.coordinate(rank)
-    first_replica = layout.rank_of(TrainerCoordinate(tp=at.tp, cp=0, dp=0, pp=at.pp))
+    at, expert = layout.coordinate(rank), layout.expert_coordinate(rank)
+    place = _Place(tp=at.tp, pp=at.pp, etp=expert.etp, ep=expert.ep)
     return RankManifest(
         rank=rank if global_rank is None else global_rank,
-        params=_params(spec, layout, first_replica, fused_norms),
+        params=_params(spec, layout, place, fused_norms),
     )

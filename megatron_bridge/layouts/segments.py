@@ -56,17 +56,22 @@ def cut_rows(name: str, segments: Sequence[Segment], low: int, high: int) -> Loc
     return LocalParam(name=name, shape=shape, shards=tuple(shards))
 
 
-def cut_columns(name: str, tensor: CanonicalTensor, parts: int, index: int) -> LocalParam:
-    """Return part ``index`` of ``parts`` equal column blocks of a matrix."""
-    rows, columns = tensor.shape
+def cut_columns(
+    name: str, tensors: Sequence[CanonicalTensor], parts: int, index: int
+) -> LocalParam:
+    """Return part ``index`` of ``parts`` equal column blocks of matrices of one shape, stacked."""
+    rows, columns = tensors[0].shape
     width = columns // parts
-    shard = Shard(
-        tensor=tensor.name,
-        box=Box((0, index * width), (rows, (index + 1) * width)),
-        param=name,
-        local=Box.of_shape((rows, width)),
+    shards = tuple(
+        Shard(
+            tensor=tensor.name,
+            box=Box((0, index * width), (rows, (index + 1) * width)),
+            param=name,
+            local=Box((place * rows, 0), ((place + 1) * rows, width)),
+        )
+        for place, tensor in enumerate(tensors)
     )
-    return LocalParam(name=name, shape=(rows, width), shards=(shard,))
+    return LocalParam(name=name, shape=(len(tensors) * rows, width), shards=shards)
 
 
 def whole(name: str, tensor: CanonicalTensor) -> LocalParam:

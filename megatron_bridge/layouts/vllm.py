@@ -57,7 +57,7 @@ def _params(spec: ModelSpec, tp: int, tp_rank: int) -> tuple[LocalParam, ...]:
             segments = consecutive([(tensor, 0, spec.vocab_size)])
             params.append(cut_rows(tensor.name, segments, tp_rank * rows, (tp_rank + 1) * rows))
         elif part in _COLUMNS:
-            params.append(cut_columns(tensor.name, tensor, tp, tp_rank))
+            params.append(cut_columns(tensor.name, [tensor], tp, tp_rank))
         else:
             params.append(whole(tensor.name, tensor))
     return tuple(params)

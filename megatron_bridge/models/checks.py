@@ -26,9 +26,28 @@ def _check_heads(spec: ModelSpec, tp: int, who: str) -> None:
         f"{who} tp {tp} is neither a divisor nor a multiple of the model's "
         f"{spec.num_kv_heads} key/value heads",
     )
+
+
+def _check_ffn(spec: ModelSpec, tp: int, who: str) -> None:
+    what, size = ("expert ", spec.moe_ffn_size) if spec.num_experts else ("", spec.ffn_size)
+    _require(size % tp == 0, f"{who} {tp} does not divide the model's {what}ffn size {size}")
+
+
+def _check_experts(spec: ModelSpec, layout: TrainerLayout) -> None:
+    _check_ffn(spec, layout.etp, "trainer etp")
     _require(
-        spec.ffn_size % tp == 0,
-        f"{who} tp {tp} does not divide the model's ffn size {spec.ffn_size}",
+        layout.etp in (1, layout.tp),
+        f"trainer etp {layout.etp} is neither 1 nor trainer tp {layout.tp}",
+    )
+    ranks = layout.dp * layout.cp
+    _require(
+        spec.num_experts % layout.ep == 0 and ranks % layout.ep == 0,
+        f"trainer ep {layout.ep} does not divide the model's {spec.num_experts} experts and "
+        f"dp x cp = {ranks} ranks",
+    )
+    _require(
+        layout.tp == 1 or layout.sequence_parallel,
+        f"a mixture of experts with trainer tp {layout.tp} needs sequence_parallel",
     )
 
 
@@ -45,10 +64,14 @@ def check_layout(spec: ModelSpec, layout: TrainerLayout) -> None:
         rows % layout.tp == 0,
         f"trainer tp {layout.tp} does not divide the {rows} fused query/key/value rows",
     )
-    _require(
-        layout.ep == 1 and layout.etp == 1,
-        f"trainer ep {layout.ep} / etp {layout.etp}: a {spec.family} model has no experts",
-    )
+    if spec.num_experts:
+        _check_experts(spec, layout)
+    else:
+        _check_ffn(spec, layout.tp, "trainer tp")
+        _require(
+            layout.ep == 1 and layout.etp == 1,
+            f"trainer ep {layout.ep} / etp {layout.etp}: a {spec.family} model has no experts",
+        )
     _require(
         layout.tp > 1 or not layout.sequence_parallel, "sequence parallelism needs trainer tp > 1"
     )
@@ -62,6 +85,7 @@ def check_generator_layout(spec: ModelSpec, layout: GeneratorLayout) -> None:
         PlanError: a sentence that names the size and what it must divide.
     """
     _check_heads(spec, layout.tp, "generator")
+    _check_ffn(spec, layout.tp, "generator tp")
     rows = vllm_vocab_size(spec)
     _require(
         rows % layout.tp == 0,

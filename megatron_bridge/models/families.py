@@ -9,11 +9,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_bridge.errors import ConversionError
 from megatron_bridge.spec import CanonicalTensor, ModelSpec, Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """How a family's checkpoint names a layer's experts, and its configuration their sizes."""
+
+    block: str  # of the layer: holds "gate" and "experts"
+    gate: str
+    up: str
+    down: str
+    ffn_key: str
+    norm_topk: bool | None = None  # None: as "norm_topk_prob" says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +40,8 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None  # default where the configuration has none
+    rope_theta: float = 1e4  # likewise
+    experts: ExpertNames | None = None  # None: a dense model
     required: tuple[tuple[str, tuple[object, ...]], ...] = ()
 
 
@@ -37,6 +52,35 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(name="llama", required=_NO_BIAS),
     "qwen2": Family(name="qwen2", qkv_bias=True),
     "qwen3": Family(name="qwen3", qk_norm=True, head_dim=128, required=_NO_BIAS),
+    "qwen3_moe": Family(
+        name="qwen3_moe",
+        qk_norm=True,
+        experts=ExpertNames(
+            block="mlp",
+            gate="gate_proj",
+            up="up_proj",
+            down="down_proj",
+            ffn_key="moe_intermediate_size",
+        ),
+        required=(
+            *_NO_BIAS,
+            ("decoder_sparse_step", (1, None)),
+            ("mlp_only_layers", ([], None)),
+        ),
+    ),
+    "mixtral": Family(
+        name="mixtral",
+        rope_theta=1e6,
+        experts=ExpertNames(
+            block="block_sparse_moe",
+            gate="w1",
+            up="w3",
+            down="w2",
+            ffn_key="intermediate_size",
+            norm_topk=True,
+        ),
+        required=(("router_jitter_noise", (0.0, None)),),
+    ),
 }
 _REQUIRED = (
     ("hidden_act", ("silu", None)),
@@ -90,7 +134,7 @@ def _refuse(config: Mapping[str, object], family: Family) -> None:
         )
 
 
-def _rope(config: Mapping[str, object]) -> tuple[float, tuple[tuple[str, float], ...]]:
+def _rope(config: Mapping[str, object], default: float) -> tuple[float, tuple[tuple[str, float], ...]]:
     """Return theta and the llama3 scaling; transformers 5 writes both into ``rope_parameters``."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
@@ -98,7 +142,7 @@ def _rope(config: Mapping[str, object]) -> tuple[float, tuple[tuple[str, float],
             f"config.json: rope parameters are {parameters!r}, expected a mapping"
         )
     theta = _number(
-        {"rope_theta": config.get("rope_theta"), **parameters}, "rope_theta", float, 1e4
+        {"rope_theta": config.get("rope_theta"), **parameters}, "rope_theta", float, default
     )
     partial = parameters.get("partial_rotary_factor", 1)
     if partial not in (1, None):
@@ -115,6 +159,30 @@ def _rope(config: Mapping[str, object]) -> tuple[float, tuple[tuple[str, float],
     return theta, tuple((key, _number(parameters, key, float)) for key in _LLAMA3_ROPE_KEYS)
 
 
+def _experts(config: Mapping[str, object], names: ExpertNames | None) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` that a dense model leaves alone."""
+    if names is None:
+        return {}
+    key = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers 5
+    num_experts = _number(config, key, int)
+    chosen = _number(config, "num_experts_per_tok", int)
+    norm_topk = names.norm_topk
+    if norm_topk is None:
+        norm_topk = bool(config.get("norm_topk_prob", False))
+    # A single expert of normalized weight has weight 1: its router could not learn.
+    if chosen > num_experts or (chosen == 1 and norm_topk):
+        raise ConversionError(
+            f"config.json: num_experts_per_tok = {chosen} of {num_experts} experts is not "
+            f"supported, expected {2 if norm_topk else 1}..{num_experts}"
+        )
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": chosen,
+        "moe_ffn_size": _number(config, names.ffn_key, int),
+        "norm_topk": norm_topk,
+    }
+
+
 def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
     """Return the sizes of the model that a parsed ``config.json`` describes.
 
@@ -129,7 +197,7 @@ def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
             f"expected one of {', '.join(FAMILIES)}"
         )
     _refuse(config, family)
-    theta, scaling = _rope(config)
+    theta, scaling = _rope(config, family.rope_theta)
     hidden_size = _number(config, "hidden_size", int)
     num_heads = _number(config, "num_attention_heads", int)
     num_kv_heads = _number(config, "num_key_value_heads", int, num_heads)
@@ -155,6 +223,7 @@ def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
         qk_norm=family.qk_norm,
         rope_scaling=scaling,
         initializer_range=_number(config, "initializer_range", float, 0.02),
+        **_experts(config, family.experts),
     )
 
 
@@ -181,9 +250,34 @@ def load_spec(folder: Path) -> ModelSpec:
         raise ConversionError(f"{folder}: {error}") from error
 
 
-def _layer_rows(spec: ModelSpec) -> list[tuple[str, Part, tuple[int, ...]]]:
-    """Return (suffix, part, shape) of one layer's tensors."""
-    hidden, ffn, head = spec.hidden_size, spec.ffn_size, spec.head_dim
+_Row = tuple[str, Part, tuple[int, ...], int | None]  # suffix, part, shape, expert
+
+
+def _mlp_rows(spec: ModelSpec) -> list[_Row]:
+    hidden, names = spec.hidden_size, FAMILIES[spec.family].experts
+    if names is None:
+        up, down = (spec.ffn_size, hidden), (hidden, spec.ffn_size)
+        return [
+            ("mlp.gate_proj.weight", Part.GATE, up, None),
+            ("mlp.up_proj.weight", Part.UP, up, None),
+            ("mlp.down_proj.weight", Part.DOWN, down, None),
+        ]
+    up, down = (spec.moe_ffn_size, hidden), (hidden, spec.moe_ffn_size)
+    rows: list[_Row] = [
+        (f"{names.block}.gate.weight", Part.ROUTER, (spec.num_experts, hidden), None)
+    ]
+    for expert in range(spec.num_experts):
+        prefix = f"{names.block}.experts.{expert}."
+        rows += [
+            (f"{prefix}{names.gate}.weight", Part.EXPERT_GATE, up, expert),
+            (f"{prefix}{names.up}.weight", Part.EXPERT_UP, up, expert),
+            (f"{prefix}{names.down}.weight", Part.EXPERT_DOWN, down, expert),
+        ]
+    return rows
+
+
+def _layer_rows(spec: ModelSpec) -> list[_Row]:
+    hidden, head = spec.hidden_size, spec.head_dim
     query, key = spec.num_heads * head, spec.num_kv_heads * head
     rows: list[tuple[str, Part, tuple[int, ...]]] = [
         ("input_layernorm.weight", Part.INPUT_NORM, (hidden,)),
@@ -202,16 +296,14 @@ def _layer_rows(spec: ModelSpec) -> list[tuple[str, Part, tuple[int, ...]]]:
             ("self_attn.q_norm.weight", Part.Q_NORM, (head,)),
             ("self_attn.k_norm.weight", Part.K_NORM, (head,)),
         ]
-    return [
-        *rows,
+    rows += [
         ("self_attn.o_proj.weight", Part.O, (hidden, query)),
         ("post_attention_layernorm.weight", Part.POST_ATTENTION_NORM, (hidden,)),
-        ("mlp.gate_proj.weight", Part.GATE, (ffn, hidden)),
-        ("mlp.up_proj.weight", Part.UP, (ffn, hidden)),
-        ("mlp.down_proj.weight", Part.DOWN, (hidden, ffn)),
     ]
+    return [*((*row, None) for row in rows), *_mlp_rows(spec)]
 
 
+@lru_cache(maxsize=8)
 def canonical_tensors(spec: ModelSpec) -> tuple[CanonicalTensor, ...]:
     """Return every tensor of the model's checkpoint, in a fixed order; a tied model has no head."""
     vocab = (spec.vocab_size, spec.hidden_size)
@@ -220,9 +312,13 @@ def canonical_tensors(spec: ModelSpec) -> tuple[CanonicalTensor, ...]:
     for layer in range(spec.num_layers):
         tensors += [
             CanonicalTensor(
-                name=f"model.layers.{layer}.{suffix}", part=part, shape=shape, layer=layer
+                name=f"model.layers.{layer}.{suffix}",
+                part=part,
+                shape=shape,
+                layer=layer,
+                expert=expert,
             )
-            for suffix, part, shape in rows
+            for suffix, part, shape, expert in rows
         ]
     norm = (spec.hidden_size,)
     tensors.append(CanonicalTensor(name="model.norm.weight", part=Part.FINAL_NORM, shape=norm))

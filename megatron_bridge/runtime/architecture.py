@@ -82,7 +82,7 @@ def transformer_config(
         bf16=dtype == "bfloat16",
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths
+        **_moe_config(spec),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
@@ -110,6 +110,24 @@ def transformer_config(
     )
 
 
+def _moe_config(spec: ModelSpec) -> dict[str, Any]:
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}  # the default refuses variable lengths
+    if not spec.num_experts:
+        return dispatcher
+    return {
+        **dispatcher,
+        "num_moe_experts": spec.num_experts,
+        "moe_ffn_hidden_size": spec.moe_ffn_size,
+        "moe_router_topk": spec.experts_per_token,
+        # softmax over the chosen experts only is the same as normalizing their probabilities
+        "moe_router_pre_softmax": not spec.norm_topk,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": uses_te(),
+    }
+
+
 def _check_fit(spec: ModelSpec, layout: TrainerLayout) -> None:
     ends = (layout.num_layers_in_first_stage, layout.num_layers_in_last_stage)
     even_layers = spec.num_layers - sum(end or 0 for end in ends)
@@ -120,19 +138,28 @@ def _check_fit(spec: ModelSpec, layout: TrainerLayout) -> None:
             f"stages of {layout.vpp} chunks (pp={layout.pp}, first and last stage {ends})"
         )
     qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    for what, size in (
-        ("num_heads", spec.num_heads),
-        ("ffn_size", spec.ffn_size),
-        ("qkv rows", qkv_rows),
+    ffn_size = (spec.moe_ffn_size, layout.etp) if spec.num_experts else (spec.ffn_size, layout.tp)
+    for what, size, tp in (
+        ("num_heads", spec.num_heads, layout.tp),
+        ("ffn_size", *ffn_size),
+        ("qkv rows", qkv_rows, layout.tp),
     ):
-        if size % layout.tp:
-            raise LayoutError(f"{what} {size} of the model is not divisible by tp={layout.tp}")
+        if size % tp:
+            raise LayoutError(f"{what} {size} of the model is not divisible by tp={tp}")
 
 
 def _layer_spec(spec: ModelSpec) -> ModuleSpec:
     if uses_te():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=spec.num_experts or None,
+            moe_grouped_gemm=spec.num_experts > 0,
+            qk_layernorm=spec.qk_norm,
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=spec.num_experts or None,
+        qk_layernorm=spec.qk_norm,
+        normalization="RMSNorm",
+    )
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     attention = parts.self_attention.submodules

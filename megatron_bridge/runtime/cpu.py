@@ -1,7 +1,8 @@
 """What Megatron-Core needs replaced where there is no CUDA; called by `setup` only.
 
-Megatron-Core 0.16 names CUDA outright in places that our use runs through: dense models, tensor,
-pipeline and sequence parallelism, the distributed optimizer, recomputation. Each substitution
+Megatron-Core 0.16 names CUDA outright in places that our use runs through: dense models and
+mixtures of experts, tensor, pipeline, expert and sequence parallelism, the distributed optimizer,
+recomputation. Each substitution
 below says which place and why, and has a test that shows the fault without it. What options or
 layer specs can express (no fusions, our attention, our norm) is not here but in `model`.
 """
@@ -19,6 +20,8 @@ from megatron.core import utils
 from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 _applied = False
 
@@ -34,6 +37,8 @@ def apply_substitutions() -> None:
     _substitute_factories()
     _substitute_type_names()
     _substitute_step_counter()
+    _substitute_router_product()
+    _substitute_dispatch_stream()
 
 
 def _substitute_current_device() -> None:
@@ -148,3 +153,28 @@ def _substitute_step_counter() -> None:
         original(self, model_param, {**tensors, "step": state["step"]})
 
     sharded._set_main_param_and_optimizer_states = with_step
+
+
+def _substitute_router_product() -> None:
+    """The router asks whether Transformer Engine's matrix product is None, a name that exists only
+    where Transformer Engine does; None makes it use torch's.
+    """
+    moe_utils.te_general_gemm = None
+
+
+def _substitute_dispatch_stream() -> None:
+    """The dispatcher of tokens copies how many go where to the host, on a stream of its own.
+
+    Here they are on the host; gloo wants them as lists.
+    """
+
+    def to_lists(
+        self: Any, point: str, tokens_per_expert: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        if point == self.cuda_dtoh_point and self.input_splits is not None:
+            self.input_splits = self.input_splits.tolist()
+            self.output_splits = self.output_splits.tolist()
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()  # pyright: ignore
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = to_lists

@@ -40,8 +40,8 @@ def initialize(layout: TrainerLayout, seed: int) -> None:
     """Build Megatron's groups over the executor world; every rank of it enters.
 
     Raises:
-        LayoutError: the world has another size than the layout, or context parallelism is asked
-            for without Transformer Engine.
+        LayoutError: the world has another size than the layout, context parallelism is asked for
+            without Transformer Engine, or expert tensor with expert parallelism without CUDA.
     """
     if not dist.is_initialized():
         raise LayoutError("torch's default process group must exist before Megatron's groups")
@@ -53,6 +53,11 @@ def initialize(layout: TrainerLayout, seed: int) -> None:
     if layout.cp > 1 and not acceleration()["transformer_engine"]:
         raise LayoutError(
             f"context parallelism (cp={layout.cp}) needs CUDA and Transformer Engine's attention"
+        )
+    if layout.ep > 1 and layout.etp > 1 and not acceleration()["cuda"]:
+        raise LayoutError(
+            f"expert parallelism with expert tensor parallelism (ep={layout.ep}, etp={layout.etp}) "
+            "needs CUDA: gloo cannot gather unequal numbers of tokens"
         )
     apply_substitutions()
     parallel_state.initialize_model_parallel(

@@ -7,6 +7,7 @@ the dense weights, following the layouts that Megatron documents for its fused t
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,10 @@ LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+EXPERTS: dict[str, dict] = {
+    "qwen3_moe": {"num_experts": 4, "experts_per_token": 2, "moe_ffn_size": 64},
+    "mixtral": {"num_experts": 4, "experts_per_token": 2, "moe_ffn_size": 192, "norm_topk": True},
 }
 Weights = dict[str, Tensor]
 
@@ -63,8 +68,9 @@ def make_spec(family: str, num_layers: int = 4) -> ModelSpec:
         max_positions=128,
         tied_embeddings=family == "qwen2",
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family.startswith("qwen3"),
         rope_scaling=tuple(sorted(LLAMA3_SCALING.items())) if family == "llama" else (),
+        **EXPERTS.get(family, {}),
     )
 
 
@@ -76,7 +82,17 @@ def hf_model(spec: ModelSpec) -> torch.nn.Module:
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     }
+    experts: dict[str, object] = {}
+    if spec.num_experts:
+        experts = {
+            "num_local_experts": spec.num_experts,
+            "num_experts_per_tok": spec.experts_per_token,
+        }
+    if spec.family == "qwen3_moe":
+        experts |= {"moe_intermediate_size": spec.moe_ffn_size, "norm_topk_prob": spec.norm_topk}
     make_config, make_model = kinds[spec.family]
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if spec.rope_scaling:
@@ -93,6 +109,7 @@ def hf_model(spec: ModelSpec) -> torch.nn.Module:
         rope_parameters=rope,
         max_position_embeddings=spec.max_positions,
         tie_word_embeddings=spec.tied_embeddings,
+        **experts,
     )
     assert getattr(config, "head_dim", spec.head_dim) == spec.head_dim
     return make_model(config).float()
@@ -181,14 +198,17 @@ _HF_NAMES = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
 }
+_REPLICATED = ("layernorm", "router")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
 
 
 def local_weight(
-    name: str, weights: Weights, spec: ModelSpec, layout: TrainerLayout, tp_rank: int
+    name: str, weights: Weights, spec: ModelSpec, layout: TrainerLayout, rank: int
 ) -> Tensor:
-    """Cut Megatron's parameter ``name`` (local layer spec) of one tensor-parallel rank."""
-    tp = layout.tp
+    """Cut Megatron's parameter ``name`` (local layer spec) of one rank."""
+    tp, tp_rank = layout.tp, rank % layout.tp
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         hf = "model.embed_tokens.weight" if name.startswith("embedding") else "lm_head.weight"
         unit = layout.vocab_divisor * tp
@@ -207,5 +227,15 @@ def local_weight(
     if rest == "mlp.linear_fc1.weight":
         halves = (weights[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up"))
         return torch.cat([half.chunk(tp)[tp_rank] for half in halves])
+    expert = _EXPERT.fullmatch(rest)
+    if expert:
+        experts = f"{prefix}mlp.experts."
+        number, etp_rank = int(expert[1]), rank % layout.etp
+        first = rank // layout.etp % layout.ep * (spec.num_experts // layout.ep)
+        if expert[2] == "2":
+            down = weights[f"{experts}down_proj"][first + number]
+            return down.chunk(layout.etp, dim=1)[etp_rank]
+        halves = weights[f"{experts}gate_up_proj"][first + number].chunk(2)
+        return torch.cat([half.chunk(layout.etp)[etp_rank] for half in halves])
     tensor = weights[prefix + _HF_NAMES[rest]]
-    return tensor.chunk(tp, dim=1)[tp_rank] if tensor.dim() > 1 else tensor
+    return tensor if any(word in rest for word in _REPLICATED) else tensor.chunk(tp, dim=1)[tp_rank]

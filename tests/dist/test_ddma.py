@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from megarl.ddma.checksums import Verify
 from megarl.ddma.engine import SyncState, WeightSync
 from megarl.ddma.export import HfExport, export_hf
-from megarl.ddma.transports import CollectiveTransport, timed_wait
+from megarl.ddma.transports import CollectiveTransport
+from megarl.world import timed_wait
 from megarl.errors import ChannelError, ChannelTimeout, WeightSyncError
 from megatron_bridge.layouts.megatron import megatron_manifest
 from megatron_bridge.layouts.vllm import vllm_manifest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from tests.dist.dense import (
     CLIP,
     ENTROPY,
     EPS,
+    EXPERTS,
     LR,
     TEMPERATURE,
     WEIGHT_DECAY,
@@ -56,8 +57,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the oracle to a file: tensors among a process's arguments take a descriptor each."""
     torch.set_num_threads(1)
     made = Oracle({}, {}, {})
-    for family in ("llama", "qwen2", "qwen3"):
-        case = make_case(family)
+    for family in ("llama", "qwen2", "qwen3", *EXPERTS):
+        case = make_case(family, num_layers=2 if family in EXPERTS else 4)
         made.cases[family], made.steps[family] = case, train_dense(case, 2)
         model = hf_model(case.spec)
         model.load_state_dict(case.weights)
@@ -112,7 +113,7 @@ class _Session:
         self.trainer.reload_master_weights()
 
     def expected(self, name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        return local_weight(name, weights, self.case.spec, self.trial.layout, self.at.tp)
+        return local_weight(name, weights, self.case.spec, self.trial.layout, self.rank)
 
     def step(self, scale: float = 1.0):
         from megatron_bridge.runtime.train import LossOutputs
@@ -185,8 +186,10 @@ ALONE = [
     Trial(ONE_RANK, distributed_optimizer=True),
     Trial(ONE_RANK, family="qwen2"),
     Trial(ONE_RANK, family="qwen3"),
+    *(Trial(ONE_RANK, family=family) for family in EXPERTS),
 ]
 TP2_SP = TrainerLayout(tp=2, sequence_parallel=True, **SMALL_VOCAB)
+EP2 = TrainerLayout(dp=2, ep=2, **SMALL_VOCAB)
 TWO = [
     Trial(TrainerLayout(tp=2, **SMALL_VOCAB)),
     Trial(TP2_SP),
@@ -198,11 +201,17 @@ TWO = [
     Trial(TrainerLayout(pp=2, num_layers_in_last_stage=3, **SMALL_VOCAB), family="qwen3"),
     Trial(TrainerLayout(dp=2, **SMALL_VOCAB)),
     Trial(TrainerLayout(dp=2, **SMALL_VOCAB), distributed_optimizer=True, family="qwen2"),
+    Trial(EP2, family="mixtral"),
+    Trial(EP2, family="qwen3_moe", distributed_optimizer=True, recompute=True),
+    Trial(replace(TP2_SP, etp=2), family="mixtral"),
 ]
 FOUR = [
     Trial(TrainerLayout(tp=2, pp=2, sequence_parallel=True, **SMALL_VOCAB)),
     Trial(TrainerLayout(tp=2, pp=2, **SMALL_VOCAB), family="qwen2", distributed_optimizer=True),
     Trial(TrainerLayout(tp=2, dp=2, **SMALL_VOCAB), distributed_optimizer=True),
+    Trial(replace(EP2, pp=2), family="qwen3_moe"),
+    Trial(replace(TP2_SP, dp=2, ep=2), family="mixtral", distributed_optimizer=True),
+    Trial(replace(TP2_SP, dp=2, ep=2), family="qwen3_moe"),
 ]
 
 
@@ -276,6 +285,11 @@ RESHARDED = [
     (
         Trial(TrainerLayout(pp=2, **SMALL_VOCAB), family="qwen2", distributed_optimizer=True),
         Trial(TrainerLayout(dp=2, **SMALL_VOCAB), family="qwen2", distributed_optimizer=True),
+    ),
+    (Trial(EP2, family="mixtral"), Trial(TrainerLayout(dp=2, **SMALL_VOCAB), family="mixtral")),
+    (
+        Trial(replace(EP2, ep=1), family="qwen3_moe", distributed_optimizer=True),
+        Trial(EP2, family="qwen3_moe", distributed_optimizer=True),
     ),
 ]
 

@@ -20,7 +20,8 @@ from megarl.checkpoint import StartPoint
 from megarl.config import RunConfig, load_config
 from megarl.data.starting_model import write_starting_model
 from megarl.ddma.engine import WeightSync
-from megarl.ddma.transports import CollectiveTransport, timed_wait
+from megarl.ddma.transports import CollectiveTransport
+from megarl.world import timed_wait
 from megarl.observe.trace import Tracer
 from megarl.rollout.engine import SampleRequest
 from megatron_bridge.layouts.megatron import megatron_manifest
@@ -188,7 +189,9 @@ def _generate(meeting: _Meeting, folder: str) -> dict[str, object]:
             )
             for i in range(NUM_PROMPTS * SAMPLES)
         ]
-        torch.save(to_rollouts(prompts, sample_all(engine, requests), SAMPLES), f"{folder}/rollouts.pt")
+        torch.save(
+            to_rollouts(prompts, sample_all(engine, requests), SAMPLES), f"{folder}/rollouts.pt"
+        )
         meeting.announce("rollouts")
     received: dict[str, dict[str, torch.Tensor]] = {}
     params = engine.parameters()
