@@ -231,13 +231,13 @@ def _without_enums(node: object) -> object:
 def schema_rows(schema: type, prefix: str = "") -> list[tuple[str, str, object]]:
     """Return (dotted key, type name, default) of every leaf key, in order."""
     rows: list[tuple[str, str, object]] = []
-    hints = get_type_hints(schema)
+    hints: dict[str, object] = get_type_hints(schema)
     defaults = schema()
     for item in fields(schema):
-        kind: object = hints[item.name]
+        kind = hints[item.name]
         value = getattr(defaults, item.name)
-        if isinstance(kind, type) and is_dataclass(kind):
-            rows += schema_rows(kind, f"{prefix}{item.name}.")
+        if is_dataclass(value):
+            rows += schema_rows(type(value), f"{prefix}{item.name}.")
         else:
             name = kind.__name__ if isinstance(kind, type) else str(kind)
             rows.append((f"{prefix}{item.name}", name, value))

@@ -96,14 +96,17 @@ class WeightSync:
                 )
 
     def _params_with_padding(self) -> list[Tensor]:
-        """Return the parameters of which this rank receives only a part: the rest must be zero."""
-        received: dict[str, int] = defaultdict(int)
+        """Return what a receiver gets only in part, or, all padding, not at all: must be zero."""
+        if self.rank not in self._plan.target_ranks:
+            return []
+        received = dict.fromkeys(self._params, 0)
         for item in self._receives:
             received[item.target_param] += item.box.numel
+        own = {item.source_param for item in self._sends}
         return [
             self._params[name]
             for name, numel in received.items()
-            if numel < self._params[name].numel()
+            if numel < self._params[name].numel() and name not in own
         ]
 
     def require_clean(self) -> None:

@@ -111,7 +111,7 @@ class VllmEngine(Engine):
 
     def parameters(self) -> dict[str, Tensor]:
         self._require_open()
-        return {name: weight.data for name, weight in self._model.named_parameters()}
+        return {name: _matrix(weight.data) for name, weight in self._model.named_parameters()}
 
     def poison(self) -> None:
         self._require_open()
@@ -222,6 +222,11 @@ class VllmEngine(Engine):
         )
 
 
+def _matrix(weight: Tensor) -> Tensor:
+    """Return a weight, or a view of a stack of experts' weights as one matrix."""
+    return weight.view(-1, weight.shape[-1]) if weight.dim() > 2 else weight
+
+
 def _check_world(settings: EngineSettings) -> None:
     if not dist.is_initialized() or dist.get_world_size() != settings.tp:
         size = dist.get_world_size() if dist.is_initialized() else "none"
@@ -290,6 +295,8 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
         async_scheduling=False,  # a step returns its own tokens, so a commit has none in flight
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        # other kernels swap or shuffle the rows of experts, which would arrive in another order
+        moe_backend="triton" if on_gpu else "auto",
     )
     return LLMEngine.from_engine_args(arguments)
 

@@ -13,6 +13,7 @@ import torch
 import vllm.distributed.parallel_state as parallel_state
 import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -26,20 +27,43 @@ def _use_weight_in_place(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear  # called with the layer's current weight
 
 
-def _refuse_packed_experts(self: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
-    raise ConfigError(
-        "mixture-of-experts generators need a GPU: vLLM's CPU kernels pack expert weights while "
-        "loading, so weights written later would have no effect"
-    )
+def _leave_experts_unpacked(self: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
+    if self.moe_config.activation is not MoEActivation.SILU:
+        raise ConfigError(
+            f"experts with activation {self.moe_config.activation.value!r} are not supported on "
+            "CPUs, expected 'silu'"
+        )
+
+
+def _apply_unpacked_experts(
+    self: CPUUnquantizedExperts,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Add up the chosen experts of each token: ``output`` [T, H], ``topk_ids`` [T, k]."""
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        rows, places = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = (hidden_states[rows] @ w1[expert].t()).chunk(2, dim=-1)
+        out = (torch.nn.functional.silu(gate) * up) @ w2[expert].t()
+        output.index_add_(0, rows, out * topk_weights[rows, places, None].to(out.dtype))
 
 
 def keep_cpu_weights_live() -> None:
-    """Make vLLM's CPU linear layers read their ``weight`` at each call.
+    """Make vLLM's CPU linear layers and experts read their weights at each call.
 
-    By default they pack it once while loading: later writes are lost without an error.
+    By default they pack them once while loading: later writes are lost without an error. What
+    reads packed experts is replaced as well, by torch's products.
     """
     layer_utils.dispatch_cpu_unquantized_gemm = _use_weight_in_place
-    CPUUnquantizedExperts.process_weights_after_loading = _refuse_packed_experts
+    CPUUnquantizedExperts.process_weights_after_loading = _leave_experts_unpacked
+    CPUUnquantizedExperts.apply = _apply_unpacked_experts  # pyright: ignore
 
 
 def _destroy_own_groups() -> None:

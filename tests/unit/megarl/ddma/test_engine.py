@@ -98,10 +98,7 @@ def test_a_transfer_commits_the_version_and_equals_gather_and_slice(
         assert world.syncs[rank].version == 7
         for name, tensor in world.expected[rank].items():
             got = world.ranks[rank][name]
-            if name in ("model.embed_tokens.weight", "lm_head.weight") and rank == 5:
-                assert got[36:].isnan().all(), "padding was written"
-                got, tensor = got[:36], tensor[:36]
-            assert torch.equal(got, tensor), name
+            assert torch.equal(got, tensor), name  # the oracle's padding is zero
 
 
 @pytest.mark.parametrize("verify", [Verify.SAMPLED, Verify.FULL])
