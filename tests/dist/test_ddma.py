@@ -193,7 +193,7 @@ def _sync_with_an_absent_receiver(rank: int, size: int) -> tuple[str, float]:
 def test_an_absent_receiver_is_a_named_timeout_not_a_hang() -> None:
     results = run_ranks(_sync_with_an_absent_receiver, 4)[:2]
     for message, seconds in results:
-        assert message.startswith("ChannelTimeout: weight handshake with ranks 2, 3: "), message
+        assert message.startswith("ChannelTimeout: weight handshake with ranks 2, 3 for "), message
         assert "weight handshake from rank 3: " in message
         assert 2 <= seconds < 20
 
