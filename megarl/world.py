@@ -40,6 +40,15 @@ def _is_closed(error: BaseException) -> bool:
     return "onnection closed" in str(error) or "onnection reset" in str(error)
 
 
+def _reason(error: BaseException) -> str:
+    """Return why a wait failed, without gloo's source path but with the label before it."""
+    text = str(error)
+    label = text.partition("[/")[0]
+    if _is_closed(error):
+        return f"{label}a peer closed the connection"
+    return f"{label}timed out" if "Timed out" in text else text
+
+
 class Group(Protocol):
     """What megarl needs of a process group: `torch.distributed.ProcessGroup` or a backend."""
 
@@ -88,8 +97,7 @@ def timed_wait(timeout_seconds: float) -> Wait:
         if failure:
             waited = time.monotonic() - began
             kind = ChannelTimeout if waited >= timeout_seconds else ChannelError
-            ending = "a peer closed the connection" if _is_closed(failure[0]) else failure[0]
-            raise kind(f"{label} for {waited:.1f} s: {ending}") from failure[0]
+            raise kind(f"{label} for {waited:.1f} s: {_reason(failure[0])}") from failure[0]
 
     return wait
 
