@@ -303,6 +303,12 @@ def validate(config: RunConfig) -> None:
         rollout.n,
         "at least 2 for algorithm.adv_estimator=leave_one_out",
     )
+    _require(
+        algorithm.adv_estimator != AdvantageEstimator.NONE or not algorithm.norm_adv_by_std,
+        "algorithm.norm_adv_by_std",
+        True,
+        "false where algorithm.adv_estimator is none: there is no group statistic to divide by",
+    )
     _require(algorithm.kl_loss_coef >= 0, "algorithm.kl_loss_coef", algorithm.kl_loss_coef, ">= 0")
     _require(
         config.data.train_batch_size >= 1,

@@ -25,7 +25,7 @@ class WeightTarget(Protocol):
 
     def begin_update(self) -> None: ...
 
-    def commit_update(self, version: int) -> None: ...
+    def commit_update(self, version: int, received_bytes: int) -> None: ...
 
 
 class WeightsSendChannel(CommunicationChannel):
@@ -58,7 +58,7 @@ class WeightsReceiveChannel(CommunicationChannel):
             self._target.begin_update()
             self._sync.transfer(version)
             self._sync.require_clean()
-            self._target.commit_update(version)
+            self._target.commit_update(version, self._sync.received_bytes)
 
 
 class NoChannel(CommunicationChannel):

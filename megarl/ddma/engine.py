@@ -109,6 +109,12 @@ class WeightSync:
             if numel < self._params[name].numel() and name not in own
         ]
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that this rank receives in one transfer."""
+        itemsize = self._transport.wire_dtype.itemsize
+        return itemsize * sum(item.box.numel for item in self._receives)
+
     def require_clean(self) -> None:
         """Raise WeightSyncError unless the weights are those of one committed version."""
         if self.state is not SyncState.CLEAN:

@@ -108,6 +108,7 @@ class GeneratorExecutor(Executor):
         self._start_step = start_step
         self._batch_index = start_step
         self.version = -1
+        self._received_bytes = 0
         self._evaluated = -1  # last version evaluated
         self._rollouts = to_rollouts((), (), 1)
         self._eval_rollouts = self._rollouts
@@ -151,9 +152,10 @@ class GeneratorExecutor(Executor):
         """New weights arrive: nothing can be sampled until `commit_update`."""
         self._engine().poison()
 
-    def commit_update(self, version: int) -> None:
+    def commit_update(self, version: int, received_bytes: int) -> None:
         self._engine().commit(version)
         self.version = version
+        self._received_bytes = received_bytes
 
     def step(self) -> None:
         """Evaluate where due, then sample this tick's batch; past the last batch do nothing."""
@@ -221,6 +223,7 @@ class GeneratorExecutor(Executor):
             "generator/tokens_per_second": tokens / max(times["timing_s/gen"], 1e-9),
             **{name.replace("timing_s/", "generator/timing_s/"): v for name, v in times.items()},
             "timing_s/gen": times["timing_s/gen"],
+            "perf/weight_sync_bytes": float(self._received_bytes),
         }
 
     def _engine(self) -> Engine:

@@ -28,6 +28,8 @@ from megarl.observe.trace import Tracer
 from megarl.rewards.pool import RewardItem, RewardPool, RewardResult
 from megarl.topology import REWARD
 from megarl.types import Control, Message, MetricValues, Rollouts, TrainBatch
+from megatron_bridge.models.families import load_spec
+from megatron_bridge.models.flops import training_flops
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,7 @@ class RewardExecutor(Executor):
     def init(self) -> None:
         config = self._config
         self._tokenizer = load_model_tokenizer(Path(config.model.path))
+        self._spec = load_spec(Path(config.model.path))
         self._pool = RewardPool(
             config.reward.path, config.reward.num_processes, config.reward.timeout_seconds
         )
@@ -223,6 +226,7 @@ class RewardExecutor(Executor):
         self._next_batch += 1
         record = self._records.setdefault(index + 1, {})
         record.update(rollout_metrics(scored, version=index))
+        record["perf/model_flops"] = training_flops(self._spec, scored.rollouts.lengths.tolist())
         return split_batch(scored, self._config)
 
     def _finish(self, record: dict[str, float]) -> dict[str, float]:
@@ -230,7 +234,10 @@ class RewardExecutor(Executor):
         seconds = record["timing_s/step"]
         ranks = self._config.trainer.layout.world_size + self._config.generator.layout.world_size
         record["perf/tokens_per_second"] = record["perf/total_tokens"] / seconds
-        record["perf/tokens_per_second_per_gpu"] = record["perf/tokens_per_second"] / (ranks)
+        if peak := self._config.observe.peak_tflops * 1e12:
+            busy = record["timing_s/update_actor"] * self._config.trainer.layout.world_size
+            record["perf/mfu"] = record["perf/model_flops"] / (busy * peak)
+        record["perf/tokens_per_second_per_gpu"] = record["perf/tokens_per_second"] / ranks
         return record
 
     def close(self) -> None:

@@ -41,12 +41,17 @@ def _apply_unpacked_experts(
     hidden_states: Tensor,
     w1: Tensor,
     w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    **routing: Any,
 ) -> None:
-    """Add up the chosen experts of each token: ``output`` [T, H], ``topk_ids`` [T, k]."""
+    """Add up the chosen experts of each token.
+
+    Args:
+        output, hidden_states: [T, H]
+        w1: [E, 2 F, H]; gate rows, then up rows
+        w2: [E, H, F]
+        routing: "topk_weights" and "topk_ids" [T, k], and what concerns other kinds of experts
+    """
+    topk_weights, topk_ids = routing["topk_weights"], routing["topk_ids"]
     output.zero_()
     for expert in topk_ids.unique().tolist():
         rows, places = (topk_ids == expert).nonzero(as_tuple=True)

@@ -1,0 +1,21 @@
+"""Arithmetic of a training step, for the utilisation that the metrics report; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from megatron_bridge.models.families import canonical_tensors
+from megatron_bridge.spec import ModelSpec
+
+
+def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
+    """Return the floating-point operations of a forward and a backward pass over sequences.
+
+    6 per weight and token (2 forward, 4 backward), and causal attention's two products,
+    2 x 2 x length^2 / 2 a layer and query feature forward, thrice that in all (PaLM, appendix B,
+    halved for the causal mask). Recomputation is not counted: it is not model work.
+    """
+    weights = sum(prod(tensor.shape) for tensor in canonical_tensors(spec) if len(tensor.shape) > 1)
+    attention = 6 * spec.num_layers * spec.num_heads * spec.head_dim
+    return float(sum(6 * weights * length + attention * length**2 for length in lengths))

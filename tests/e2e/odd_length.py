@@ -1,0 +1,5 @@
+"""A reward for tests that an untrained model earns now and then."""
+
+
+def score(prompt: str, response: str, answer: str, extra: dict) -> float:
+    return float(len(response) % 2)

@@ -1,0 +1,32 @@
+import pytest
+
+from megatron_bridge.models.families import spec_from_hf
+from megatron_bridge.models.flops import training_flops
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+
+
+def test_a_short_sequence_of_llama_8b_costs_six_operations_a_weight() -> None:
+    # Llama 3 8B has 8.03e9 parameters (its model card).
+    assert training_flops(spec_from_hf(LLAMA_8B), [1]) == pytest.approx(6 * 8.03e9, rel=1e-3)
+
+
+def test_attention_grows_with_the_square_of_the_length() -> None:
+    spec = spec_from_hf(LLAMA_8B)
+    # At 8192 tokens causal attention is 6 x 32 layers x 4096 x 8192 a token.
+    extra = training_flops(spec, [8192]) - 8192 * training_flops(spec, [1])
+    assert extra == pytest.approx(6 * 32 * 4096 * 8192 * 8192, rel=1e-3)
