@@ -23,7 +23,7 @@ lint: install ## format, lint and types
 	$(BIN)/pyright
 
 test: lint ## all tests that need no GPU
-	$(BIN)/python -m pytest -q --durations=15
+	$(BIN)/python -m pytest --durations=15
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) runs data build *.egg-info

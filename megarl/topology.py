@@ -95,5 +95,5 @@ def sft_topology(trainer: TrainerLayout) -> Topology:
 
 
 def eval_topology(generator: GeneratorLayout) -> Topology:
-    """Return the generators alone."""
-    return Topology(places=(generator_place(generator, 0),))
+    """Return one replica of the generator alone."""
+    return Topology(places=(generator_place(GeneratorLayout(tp=generator.tp), 0),))
