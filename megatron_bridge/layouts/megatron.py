@@ -81,9 +81,7 @@ def _cut_evenly(name: str, segments: list[Segment], tp: int, tp_rank: int) -> Lo
     return cut_rows(name, segments, tp_rank * rows, (tp_rank + 1) * rows)
 
 
-def _mlp_params(
-    name: str, parts: list[CanonicalTensor], tp: int, tp_rank: int
-) -> list[LocalParam]:
+def _mlp_params(name: str, parts: list[CanonicalTensor], tp: int, tp_rank: int) -> list[LocalParam]:
     """Return fc1 and fc2 of (gate, up, down); their number fills the gap in ``name``."""
     gate, up, down = parts
     return [

@@ -1,7 +1,9 @@
 """Where weights lie in vLLM's memory: its fused projections, key/value replication and padding.
 
 Names are those of vLLM's ``model.named_parameters()``; a tied ``lm_head`` is an alias of the
-embedding there and has no parameter of its own. Called by the planner's users on every rank.
+embedding there and has no parameter of its own. The experts of a layer are two stacks of matrices,
+each taken as one matrix here; the ranks of a replica divide every expert. Called by the planner's
+users on every rank.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _INSIDE_STACKED = {part for _, parts in _STACKED.values() for part in parts[1:]}
 _KV = {Part.K, Part.V, Part.K_BIAS, Part.V_BIAS}
 _VOCAB = {Part.EMBEDDING, Part.HEAD}
 _COLUMNS = {Part.O, Part.DOWN}
+_EXPERTS = {Part.EXPERT_GATE, Part.EXPERT_UP, Part.EXPERT_DOWN}
 
 
 def _row_range(spec: ModelSpec, tensor: CanonicalTensor, tp: int, tp_rank: int) -> tuple[int, int]:
@@ -38,11 +41,34 @@ def _row_range(spec: ModelSpec, tensor: CanonicalTensor, tp: int, tp_rank: int) 
     return tp_rank * rows, rows
 
 
+def _expert_params(
+    prefix: str, experts: dict[Part, list[CanonicalTensor]], tp: int, tp_rank: int
+) -> list[LocalParam]:
+    """Return the two stacks of a layer: for each expert its gate block, then its up block; down."""
+    rows = experts[Part.EXPERT_GATE][0].shape[0] // tp
+    pairs = zip(experts[Part.EXPERT_GATE], experts[Part.EXPERT_UP], strict=True)
+    segments = consecutive([(side, tp_rank * rows, rows) for pair in pairs for side in pair])
+    height = sum(segment.count for segment in segments)
+    return [
+        cut_rows(f"{prefix}w13_weight", segments, 0, height),
+        cut_columns(f"{prefix}w2_weight", experts[Part.EXPERT_DOWN], tp, tp_rank),
+    ]
+
+
 @lru_cache(maxsize=64)
 def _params(spec: ModelSpec, tp: int, tp_rank: int) -> tuple[LocalParam, ...]:
     """Return a rank's parameters: one object for all replicas, which the planner makes use of."""
-    by_place = {(tensor.layer, tensor.part): tensor for tensor in canonical_tensors(spec)}
+    by_place: dict[tuple[int | None, Part], CanonicalTensor] = {}
+    experts: dict[str, dict[Part, list[CanonicalTensor]]] = {}
+    for tensor in canonical_tensors(spec):
+        if tensor.part in _EXPERTS:
+            block = tensor.name.split(".experts.")[0]
+            experts.setdefault(block, {part: [] for part in _EXPERTS})[tensor.part].append(tensor)
+        else:
+            by_place[tensor.layer, tensor.part] = tensor
     params: list[LocalParam] = []
+    for block, parts in experts.items():
+        params += _expert_params(f"{block}.experts.routed_experts.", parts, tp, tp_rank)
     for (layer, part), tensor in by_place.items():
         if part in _INSIDE_STACKED:
             continue

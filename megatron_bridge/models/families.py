@@ -134,7 +134,9 @@ def _refuse(config: Mapping[str, object], family: Family) -> None:
         )
 
 
-def _rope(config: Mapping[str, object], default: float) -> tuple[float, tuple[tuple[str, float], ...]]:
+def _rope(
+    config: Mapping[str, object], default: float
+) -> tuple[float, tuple[tuple[str, float], ...]]:
     """Return theta and the llama3 scaling; transformers 5 writes both into ``rope_parameters``."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
@@ -254,6 +256,7 @@ _Row = tuple[str, Part, tuple[int, ...], int | None]  # suffix, part, shape, exp
 
 
 def _mlp_rows(spec: ModelSpec) -> list[_Row]:
+    """Return the rows of a dense layer's MLP, or of its router and experts."""
     hidden, names = spec.hidden_size, FAMILIES[spec.family].experts
     if names is None:
         up, down = (spec.ffn_size, hidden), (hidden, spec.ffn_size)
@@ -277,6 +280,7 @@ def _mlp_rows(spec: ModelSpec) -> list[_Row]:
 
 
 def _layer_rows(spec: ModelSpec) -> list[_Row]:
+    """Return the rows of one layer's tensors."""
     hidden, head = spec.hidden_size, spec.head_dim
     query, key = spec.num_heads * head, spec.num_kv_heads * head
     rows: list[tuple[str, Part, tuple[int, ...]]] = [

@@ -168,9 +168,7 @@ def _substitute_dispatch_stream() -> None:
     Here they are on the host; gloo wants them as lists.
     """
 
-    def to_lists(
-        self: Any, point: str, tokens_per_expert: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def to_lists(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         if point == self.cuda_dtoh_point and self.input_splits is not None:
             self.input_splits = self.input_splits.tolist()
             self.output_splits = self.output_splits.tolist()

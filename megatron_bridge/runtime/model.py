@@ -87,9 +87,13 @@ class MegatronModel:
         self.chunks: list[torch.nn.Module] = []
         for stage in range(layout.vpp):
             chunk = build_chunk(spec, layout, self.config, stage).to(device())
-            for parameter in chunk.parameters():
+            for name, parameter in chunk.named_parameters():
                 parameter.data.zero_()
                 parameter.requires_grad_(trainable)
+                if ".experts." in name:
+                    # At ep 1 Megatron takes experts for dense weights: it would not add up their
+                    # gradients over tp, and its checkpoints would not load at another ep.
+                    parameter.allreduce = False  # pyright: ignore
             self.chunks.append(self._with_reduction(chunk, stage) if trainable else chunk)
 
     def _with_reduction(self, chunk: torch.nn.Module, stage: int) -> DistributedDataParallel:

@@ -60,6 +60,12 @@ def initialize(layout: TrainerLayout, seed: int) -> None:
             "needs CUDA: gloo cannot gather unequal numbers of tokens"
         )
     apply_substitutions()
+    make_groups(layout)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def make_groups(layout: TrainerLayout) -> None:
+    """Build Megatron's groups in the order that `TrainerLayout.coordinate` counts ranks in."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -70,7 +76,6 @@ def initialize(layout: TrainerLayout, seed: int) -> None:
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def destroy() -> None:

@@ -38,7 +38,6 @@ def _families(rank: int, size: int, paths: dict[str, str]) -> dict[str, dict[str
     enter_world(rank, size)
     seen: dict[str, dict[str, Any]] = {}
     seen["wrong world"] = {"refusal": refusal(lambda: VllmEngine(make_settings("", tp=2)))}
-    mixture = paths.pop("qwen3_moe")
     for family, path in paths.items():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         engine = VllmEngine(make_settings(path, load_weights=True))
@@ -56,14 +55,13 @@ def _families(rank: int, size: int, paths: dict[str, str]) -> dict[str, dict[str
             "version": samples[0].version,
         }
         for name, weight in model.named_parameters():
-            if "lm_head" in name or "bias" in name or "q_norm" in name:
+            if any(part in name for part in ("lm_head", "bias", "q_norm", "experts", "mlp.gate.")):
                 weight.data.add_(torch.randn_like(weight) * 0.1)
         engine.poison()
         write(engine, model)
         engine.commit(1)
         seen[family]["written error"] = largest_error(model, requests, run(engine, requests))
         engine.close()
-    seen["mixture"] = {"refusal": refusal(lambda: VllmEngine(make_settings(mixture)))}
     return seen
 
 
@@ -71,7 +69,6 @@ def test_families_load_bit_for_bit_and_take_writes(tmp_path: Path) -> None:
     paths = {family: make_model(tmp_path, family) for family in FAMILIES if family != "llama_tied"}
     (seen,) = run_ranks(_families, 1, paths, timeout=400)
     assert "expected the replica's tp 2" in seen.pop("wrong world")["refusal"]
-    assert seen.pop("mixture")["refusal"].startswith("ConfigError: mixture-of-experts")
     for family, found in seen.items():
         expected, got = found["names"]
         assert got == expected, family
@@ -87,11 +84,10 @@ REPLICAS = ((0,), (1,), (2, 3))  # global ranks: tp 1, tp 1, tp 2
 
 
 def _replica(rank: int, size: int, path: str, folder: str) -> dict[str, Any]:
-    """Leave the common world for the replica's own, then sample the same requests everywhere."""
+    """Enter the replica's world, then sample the same requests everywhere."""
     index = next(i for i, ranks in enumerate(REPLICAS) if rank in ranks)
     ranks = REPLICAS[index]
     local = ranks.index(rank)
-    dist.destroy_process_group()
     meeting_point = f"file://{folder}/replica-{index}"
     dist.init_process_group("gloo", meeting_point, rank=local, world_size=len(ranks))
     enter_world(local, len(ranks))
@@ -105,7 +101,7 @@ def _replica(rank: int, size: int, path: str, folder: str) -> dict[str, Any]:
 
 def test_replicas_of_tp_1_and_2_share_a_host_and_sample_alike(tmp_path: Path) -> None:
     path = make_model(tmp_path, "llama")
-    seen = run_ranks(_replica, 4, path, str(tmp_path), timeout=400)
+    seen = run_ranks(_replica, 4, path, str(tmp_path), timeout=400, default_group=False)
     first = seen[0]["samples"]
     for rank, found in enumerate(seen):
         assert found["shared memory"] == [], rank

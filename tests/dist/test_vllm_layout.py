@@ -13,8 +13,10 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
@@ -39,6 +41,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**{**SIZES, "num_key_value_heads": 1}, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
 }
 
 
@@ -86,7 +92,7 @@ def _compare(rank: int, size: int, paths: dict[str, str]) -> dict[str, list[str]
 @pytest.mark.parametrize("tp", [1, 2])
 def test_manifest_equals_the_parameters_that_vllm_loads(tp: int, tmp_path: Path) -> None:
     paths = _save_models(tmp_path)
-    if tp == 2:  # one key/value head on both ranks, biases, a tied padded embedding
-        paths = {"qwen2": paths["qwen2"]}
+    if tp == 2:  # one key/value head on both ranks, biases, a tied padded embedding; experts
+        paths = {family: paths[family] for family in ("qwen2", "mixtral")}
     for wrong in run_ranks(_compare, tp, paths, timeout=400):
         assert wrong == {name: [] for name in paths}

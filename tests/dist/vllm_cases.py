@@ -148,9 +148,14 @@ def greedy(model: Any, request: SampleRequest) -> tuple[int, ...]:
 
 
 def fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and join transformers' tensors as vLLM's Llama and Qwen hold them on one rank."""
+    """Rename and join transformers' tensors as our engine shows vLLM's on one rank."""
     fused: dict[str, Tensor] = {}
     for name, tensor in state.items():
+        if "experts" in name:
+            stack = name.replace("gate_up_proj", "routed_experts.w13_weight")
+            stack = stack.replace("down_proj", "routed_experts.w2_weight")
+            fused[stack] = tensor.flatten(0, 1)
+            continue
         for parts, whole in (
             (("q_proj", "k_proj", "v_proj"), "qkv_proj"),
             (("gate_proj", "up_proj"), "gate_up_proj"),

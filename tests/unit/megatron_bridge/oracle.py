@@ -33,6 +33,21 @@ def make_spec(**changes: object) -> ModelSpec:
     return ModelSpec(**{**values, **changes})
 
 
+def _moe_block(spec: ModelSpec) -> str:
+    return "block_sparse_moe" if spec.family == "mixtral" else "mlp"
+
+
+def _mlp_names(spec: ModelSpec, layer: int, expert: int | None = None) -> list[str]:
+    """Names of gate, up and down."""
+    at = f"model.layers.{layer}."
+    if expert is None:
+        return [f"{at}mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    at += f"{_moe_block(spec)}.experts.{expert}."
+    if spec.family == "mixtral":
+        return [f"{at}w1.weight", f"{at}w3.weight", f"{at}w2.weight"]
+    return [f"{at}{name}_proj.weight" for name in ("gate", "up", "down")]
+
+
 def hf_tensors(spec: ModelSpec, dtype: torch.dtype = torch.int32) -> Tensors:
     """Every tensor of the checkpoint, no number twice."""
     hidden, ffn, head = spec.hidden_size, spec.ffn_size, spec.head_dim
@@ -48,9 +63,12 @@ def hf_tensors(spec: ModelSpec, dtype: torch.dtype = torch.int32) -> Tensors:
             shapes[f"{at}self_attn.q_norm.weight"] = (head,)
             shapes[f"{at}self_attn.k_norm.weight"] = (head,)
         shapes[f"{at}self_attn.o_proj.weight"] = (hidden, query)
-        shapes[f"{at}mlp.gate_proj.weight"] = (ffn, hidden)
-        shapes[f"{at}mlp.up_proj.weight"] = (ffn, hidden)
-        shapes[f"{at}mlp.down_proj.weight"] = (hidden, ffn)
+        if spec.num_experts:
+            shapes[f"{at}{_moe_block(spec)}.gate.weight"] = (spec.num_experts, hidden)
+        for expert in range(spec.num_experts) if spec.num_experts else [None]:
+            gate, up, down = _mlp_names(spec, layer, expert)
+            size = ffn if expert is None else spec.moe_ffn_size
+            shapes |= {gate: (size, hidden), up: (size, hidden), down: (hidden, size)}
         shapes[f"{at}input_layernorm.weight"] = (hidden,)
         shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
@@ -92,13 +110,43 @@ def megatron_tensors(
     ranks: dict[int, Tensors] = {}
     rank = 0
     for stage in range(layout.pp):
-        for _ in range(layout.dp * layout.cp):
-            for tp in range(layout.tp):
-                ranks[rank] = _megatron_rank(
-                    spec, whole, layout, (stage, tp), layers[stage], fused_norms, padding
-                )
-                rank += 1
+        for within in range(layout.dp * layout.cp * layout.tp):
+            place = (stage, within % layout.tp)
+            out = _megatron_rank(spec, whole, layout, place, layers[stage], fused_norms, padding)
+            if spec.num_experts:
+                out |= _expert_rank(spec, whole, layout, within, layers[stage], fused_norms)
+            ranks[rank] = out
+            rank += 1
     return ranks
+
+
+def _expert_rank(
+    spec: ModelSpec,
+    whole: Tensors,
+    layout: TrainerLayout,
+    within: int,
+    layers: list[int],
+    grouped: bool,
+) -> Tensors:
+    """Routers and experts of a stage's rank: expert data x expert x expert tensor parallel."""
+    grid = torch.arange(layout.tp * layout.cp * layout.dp).view(-1, layout.ep, layout.etp)
+    _, ep, etp = (int(index) for index in (grid == within).nonzero()[0])
+    mine = list(torch.arange(spec.num_experts).chunk(layout.ep)[ep])
+    out: Tensors = {}
+    for layer in layers:
+        mlp = f"decoder.layers.{layer}.mlp."
+        router = whole[f"model.layers.{layer}.{_moe_block(spec)}.gate.weight"]
+        out[f"{mlp}router.weight"] = router.clone()
+        for local, expert in enumerate(mine):
+            names = _mlp_names(spec, layer, int(expert))
+            gate, up, down = (whole[name] for name in names)
+            fc1 = torch.cat([torch.chunk(side, layout.etp)[etp] for side in (gate, up)])
+            fc2 = torch.chunk(down, layout.etp, 1)[etp].clone()
+            for number, tensor in ((1, fc1), (2, fc2)):
+                sequential = f"experts.local_experts.{local}.linear_fc{number}.weight"
+                name = f"experts.linear_fc{number}.weight{local}" if grouped else sequential
+                out[mlp + name] = tensor
+    return out
 
 
 def _megatron_rank(
@@ -136,14 +184,15 @@ def _megatron_rank(
             out[f"{attention}q_layernorm.weight"] = whole[f"{hf}self_attn.q_norm.weight"].clone()
             out[f"{attention}k_layernorm.weight"] = whole[f"{hf}self_attn.k_norm.weight"].clone()
         out[f"{attention}linear_proj.weight"] = part(whole[f"{hf}self_attn.o_proj.weight"], 1)
-        gate, up = whole[f"{hf}mlp.gate_proj.weight"], whole[f"{hf}mlp.up_proj.weight"]
-        out[f"{mlp}linear_fc1.weight"] = torch.cat([part(gate), part(up)])
-        out[f"{mlp}linear_fc2.weight"] = part(whole[f"{hf}mlp.down_proj.weight"], 1)
+        if not spec.num_experts:
+            gate, up, down = (whole[name] for name in _mlp_names(spec, layer))
+            out[f"{mlp}linear_fc1.weight"] = torch.cat([part(gate), part(up)])
+            out[f"{mlp}linear_fc2.weight"] = part(down, 1)
         norms = ["input_layernorm.weight", "pre_mlp_layernorm.weight"]
         if fused_norms:
             norms = [
                 "self_attention.linear_qkv.layer_norm_weight",
-                "mlp.linear_fc1.layer_norm_weight",
+                norms[1] if spec.num_experts else "mlp.linear_fc1.layer_norm_weight",
             ]
         out[mc + norms[0]] = whole[f"{hf}input_layernorm.weight"].clone()
         out[mc + norms[1]] = whole[f"{hf}post_attention_layernorm.weight"].clone()
@@ -152,8 +201,10 @@ def _megatron_rank(
 
 def vllm_tensors(spec: ModelSpec, whole: Tensors, tp: int, rank: int) -> Tensors:
     """Parameters of one rank, as vLLM's weight loaders narrow and copy; padding rows are 0."""
-    out: Tensors = {}
+    out = _vllm_experts(spec, whole, tp, rank) if spec.num_experts else {}
     for name, tensor in whole.items():
+        if ".experts." in name:
+            continue
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             padded = _pad_rows(tensor, 64, 0)
             out[name] = padded.narrow(0, rank * len(padded) // tp, len(padded) // tp).clone()
@@ -176,6 +227,24 @@ def vllm_tensors(spec: ModelSpec, whole: Tensors, tp: int, rank: int) -> Tensors
             out[name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
         elif not any(inner in name for inner in ("k_proj", "v_proj", "up_proj")):
             out[name] = tensor.clone()
+    return out
+
+
+def _vllm_experts(spec: ModelSpec, whole: Tensors, tp: int, rank: int) -> Tensors:
+    """Stacks [E, rows, columns] filled expert by expert, shown as matrices."""
+    size = spec.moe_ffn_size // tp
+    out: Tensors = {}
+    for layer in range(spec.num_layers):
+        dtype = whole["model.norm.weight"].dtype
+        w13 = torch.zeros(spec.num_experts, 2 * size, spec.hidden_size, dtype=dtype)
+        w2 = torch.zeros(spec.num_experts, spec.hidden_size, size, dtype=dtype)
+        for expert in range(spec.num_experts):
+            gate, up, down = (whole[name] for name in _mlp_names(spec, layer, expert))
+            w13[expert, :size] = gate.narrow(0, rank * size, size)
+            w13[expert, size:] = up.narrow(0, rank * size, size)
+            w2[expert] = down.narrow(1, rank * size, size)
+        at = f"model.layers.{layer}.{_moe_block(spec)}.experts.routed_experts."
+        out[f"{at}w13_weight"], out[f"{at}w2_weight"] = w13.flatten(0, 1), w2.flatten(0, 1)
     return out
 
 

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_bridge.errors import ConversionError
 from megatron_bridge.io.hf import HfWriter, load_hf
@@ -14,8 +20,9 @@ from megatron_bridge.layouts.hf import hf_manifest
 from megatron_bridge.layouts.megatron import megatron_manifest
 from megatron_bridge.models.families import load_spec
 from megatron_bridge.parallel import TrainerLayout
+from megatron_bridge.plan import plan
 from megatron_bridge.spec import RankManifest
-from tests.unit.megatron_bridge.oracle import Tensors, megatron_tensors
+from tests.unit.megatron_bridge.oracle import Tensors, execute, megatron_tensors
 
 LAYOUT = TrainerLayout(tp=4, pp=2, vocab_divisor=8)
 STAGES = [[0], [1]]
@@ -118,6 +125,53 @@ def test_writer_round_trip_is_byte_identical(
         assert torch.equal(back[name].view(torch.uint8), tensor.view(torch.uint8)), name
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
     assert torch.equal(model.lm_head.weight, original["model.embed_tokens.weight"])
+
+
+SIZES: dict = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40),
+        MixtralConfig(**SIZES, num_local_experts=4),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_experts_go_to_ranks_and_back_byte_identical(
+    config: PretrainedConfig, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    original, spec = _whole(tmp_path / "in"), load_spec(tmp_path / "in")
+    layout = TrainerLayout(dp=2, ep=2, pp=2, vocab_divisor=8)
+    manifests = [megatron_manifest(spec, layout, rank) for rank in range(4)]
+    ranks = {manifest.rank: _make_params(manifest) for manifest in manifests}
+    for manifest in manifests:
+        load_hf(tmp_path / "in", manifest, ranks[manifest.rank])
+    for rank, tensors in megatron_tensors(spec, original, layout, STAGES).items():
+        assert ranks[rank].keys() == tensors.keys()
+        assert all(torch.equal(ranks[rank][name], tensor) for name, tensor in tensors.items())
+    back = _make_params(hf_manifest(spec, 9))
+    execute(plan(manifests, [hf_manifest(spec, 9)]), {**ranks, 9: back}, torch.bfloat16)
+    with HfWriter(tmp_path / "in", tmp_path / "out", 20_000) as writer:
+        for name, tensor in back.items():
+            writer.add(name, tensor)
+    written = _whole(tmp_path / "out")
+    assert written.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    for (name, ours), theirs in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
 
 
 def _add_and_fail(writer: HfWriter) -> None:

@@ -46,6 +46,21 @@ MODELS = {
 }
 
 
+MIXTURES = {
+    "qwen3_moe": make_spec(
+        family="qwen3_moe",
+        qk_norm=True,
+        num_kv_heads=4,
+        num_experts=8,
+        experts_per_token=2,
+        moe_ffn_size=8,
+    ),
+    "mixtral": make_spec(
+        family="mixtral", num_experts=4, experts_per_token=2, moe_ffn_size=24, norm_topk=True
+    ),
+}
+
+
 def _make_layout(tp: int, stages: tuple, dp: int = 1, cp: int = 1) -> TrainerLayout:
     pp, vpp, first, last = stages
     return TrainerLayout(
@@ -122,6 +137,42 @@ def test_transfer_equals_the_oracle_over_tensor_parallel_sizes(
     _check_transfer(MODELS[model], layout, STAGES[stages], generator_tp, 2)
 
 
+@pytest.mark.parametrize("generator_tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "divided",
+    [
+        {},
+        {"dp": 2, "ep": 2},
+        {"dp": 4, "ep": 2},
+        {"tp": 2, "dp": 2, "ep": 2},
+        {"tp": 2, "dp": 4, "ep": 4, "etp": 2},
+        {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "pp": 3},
+        {"tp": 4, "etp": 4, "pp": 2, "vpp": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", MIXTURES)
+def test_transfer_of_experts_equals_the_oracle(
+    model: str, divided: dict[str, int], generator_tp: int
+) -> None:
+    layout = TrainerLayout(**divided, sequence_parallel="tp" in divided, vocab_divisor=16)
+    stages = STAGES[layout.pp, layout.vpp, None, None]
+    _check_transfer(MIXTURES[model], layout, stages, generator_tp, 2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("model", MIXTURES)
+def test_megatron_manifest_places_experts_where_the_oracle_does(model: str, fused: bool) -> None:
+    layout = TrainerLayout(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, vocab_divisor=16)
+    whole = hf_tensors(MIXTURES[model])
+    ranks = megatron_tensors(MIXTURES[model], whole, layout, [[*range(6)]], fused_norms=fused)
+    target = [megatron_manifest(MIXTURES[model], layout, rank, fused_norms=fused) for rank in ranks]
+    got = {rank: _poisoned(tensors) for rank, tensors in ranks.items()}
+    execute(plan([hf_manifest(MIXTURES[model], 9)], target), {**got, 9: whole})
+    for rank, tensors in ranks.items():
+        _assert_equal(got[rank], tensors, POISON)
+
+
 @pytest.mark.parametrize("stages", STAGES, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_transfer_equals_the_oracle_over_pipelines(model: str, stages: tuple) -> None:
@@ -170,9 +221,9 @@ def test_any_transfer_equals_the_oracle(draw: st.DataObject) -> None:
     _check_transfer(spec, layout, STAGES[stages], generator_tp, replicas)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *MIXTURES])
 def test_a_generator_can_be_read_back_into_a_checkpoint(model: str) -> None:
-    spec = MODELS[model]
+    spec = {**MODELS, **MIXTURES}[model]
     whole = hf_tensors(spec)
     ranks = {rank: vllm_tensors(spec, whole, 4, rank) for rank in range(4)}
     ranks[9] = _poisoned(whole)
@@ -182,7 +233,7 @@ def test_a_generator_can_be_read_back_into_a_checkpoint(model: str) -> None:
 
 
 def test_canonical_tensors_are_those_of_the_oracle() -> None:
-    for spec in MODELS.values():
+    for spec in (*MODELS.values(), *MIXTURES.values()):
         shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors(spec).items()}
         assert {item.name: item.shape for item in canonical_tensors(spec)} == shapes
 

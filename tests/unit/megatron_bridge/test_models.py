@@ -2,15 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from megatron_bridge.errors import ConversionError, PlanError
@@ -29,6 +33,8 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 LLAMA = {"model_type": "llama", **SIZES}
+MIXTURE: dict = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS: dict = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2, "moe_ffn_size": 6}
 
 
 def _as_dict(config: PretrainedConfig) -> dict:
@@ -51,6 +57,35 @@ def test_canonical_tensors_are_those_of_transformers(config: PretrainedConfig) -
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     spec = spec_from_hf(_as_dict(config))
     assert {item.name: item.shape for item in canonical_tensors(spec)} == shapes
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**SIZES, **MIXTURE, head_dim=16, norm_topk_prob=True),
+        MixtralConfig(**SIZES, num_local_experts=3, sliding_window=None),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_canonical_tensors_of_experts_are_those_that_transformers_saves(
+    config: Any, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)  # in memory the experts are stacked
+    shapes = {k: tuple(v.shape) for k, v in load_file(tmp_path / "model.safetensors").items()}
+    spec = load_spec(tmp_path)
+    assert {item.name: item.shape for item in canonical_tensors(spec)} == shapes
+    assert spec.norm_topk
+    assert spec.rope_theta == config.rope_parameters["rope_theta"]
+
+
+def test_experts_are_read_from_the_new_and_the_old_keys() -> None:
+    old = spec_from_hf({**LLAMA, "model_type": "qwen3_moe", **MIXTURE})
+    new = {**MIXTURE, "num_local_experts": 4}
+    del new["num_experts"]
+    assert spec_from_hf({**LLAMA, "model_type": "qwen3_moe", **new}) == old
+    assert (old.num_experts, old.experts_per_token, old.moe_ffn_size) == (4, 2, 24)
+    assert not old.norm_topk
 
 
 def test_rope_is_read_from_the_new_and_the_old_keys() -> None:
@@ -93,6 +128,18 @@ def test_rope_is_read_from_the_new_and_the_old_keys() -> None:
         ({"hidden_size": None}, "hidden_size is None"),
         ({"vocab_size": "96"}, "vocab_size is '96'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        ({"model_type": "qwen3_moe"}, "num_local_experts is None"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1},
+            r"num_experts_per_tok = 1 of 2 experts is not supported, expected 2\.\.2",
+        ),
+        (
+            {"model_type": "qwen3_moe", **MIXTURE, "num_experts_per_tok": 5},
+            r"num_experts_per_tok = 5 of 4 experts is not supported, expected 1\.\.4",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_named(change: dict, words: str) -> None:
@@ -132,6 +179,11 @@ def test_missing_folders_and_files_are_named(tmp_path: Path) -> None:
         ({"tp": 8}, {"ffn_size": 20}, "tp 8 does not divide the model's ffn size 20"),
         ({"tp": 8}, {"head_dim": 1}, "tp 8 does not divide the 12 fused"),
         ({"ep": 2}, {}, "a llama model has no experts"),
+        ({"dp": 3, "ep": 3}, EXPERTS, "ep 3 does not divide the model's 4 experts and dp x cp = 3"),
+        ({"dp": 3, "ep": 2}, EXPERTS, "ep 2 does not divide the model's 4 experts and dp x cp = 3"),
+        ({"tp": 4, "etp": 2}, EXPERTS, "etp 2 is neither 1 nor trainer tp 4"),
+        ({"tp": 4, "etp": 4}, EXPERTS, "etp 4 does not divide the model's expert ffn size 6"),
+        ({"tp": 2}, EXPERTS, "a mixture of experts with trainer tp 2 needs sequence_parallel"),
         ({"sequence_parallel": True}, {}, "sequence parallelism needs trainer tp > 1"),
         ({"pp": 4}, {}, "6 layers .* do not divide over 4 remaining stages"),
         ({"pp": 8}, {}, "6 layers"),

@@ -128,6 +128,41 @@ def _load_distributed_optimizer() -> None:
     assert state["step"] is not step, "a counter shared by parameters would advance for each"
 
 
+def _route() -> None:
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    logits = router_gating_linear(torch.eye(2), torch.ones(3, 2), None, torch.float32)
+    assert torch.equal(logits, torch.ones(2, 3))
+
+
+def _dispatch() -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=2,
+        num_attention_heads=1,
+        num_moe_experts=2,
+        moe_ffn_hidden_size=2,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_token_dispatcher_type="alltoall",
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    dispatcher = MoEAlltoAllTokenDispatcher(2, [0, 1], config, groups)
+    tokens = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    chosen = torch.tensor([[False, True], [True, False]])
+    sent = dispatcher.dispatch_preprocess(tokens, chosen, chosen.float())
+    sorted_tokens, counts, _ = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+    assert torch.equal(sorted_tokens, tokens.flip(0))
+    assert counts.tolist() == [1, 1]
+
+
+FAULTS = (AssertionError, TypeError, KeyError, NameError, RuntimeError)
+
+
 def _show_faults(rank: int, size: int) -> int:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -150,12 +185,14 @@ def _show_faults(rank: int, size: int) -> int:
             [_make_bfloat16_optimizer, _clip, _make_distributed_optimizer],
         ),
         (cpu._substitute_step_counter, "'step'", [_load_distributed_optimizer]),
+        (cpu._substitute_router_product, "te_general_gemm", [_route]),
+        (cpu._substitute_dispatch_stream, "CUDA", [_dispatch]),
     ]
     with pytest.raises(AssertionError, match=no_cuda):
         torch.empty(1, device=torch.cuda.current_device())
     for substitute, fault, uses in steps:
         for use in uses:
-            with pytest.raises((AssertionError, TypeError, KeyError), match=fault):
+            with pytest.raises(FAULTS, match=fault):
                 use()
         substitute()
         if substitute is cpu._substitute_random_state:
@@ -166,7 +203,7 @@ def _show_faults(rank: int, size: int) -> int:
 
 
 def test_every_substitution_mends_a_fault_that_megatron_still_has() -> None:
-    assert run_ranks(_show_faults, 1) == [10]
+    assert run_ranks(_show_faults, 1) == [12]
 
 
 def _apply_twice(rank: int, size: int) -> bool:

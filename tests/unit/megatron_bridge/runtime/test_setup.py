@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_bridge.errors import LayoutError
 from megatron_bridge.parallel import TrainerLayout
@@ -15,7 +16,8 @@ from tests.processes import run_ranks
 
 def _refusals(rank: int, size: int) -> list[str]:
     found = []
-    for layout in (TrainerLayout(cp=2), TrainerLayout(tp=2, dp=2)):
+    cut_experts = TrainerLayout(dp=2, ep=2, etp=2)
+    for layout in (TrainerLayout(cp=2), TrainerLayout(tp=2, dp=2), cut_experts):
         with pytest.raises(LayoutError) as caught:
             setup.initialize(layout, seed=0)
         found.append(str(caught.value))
@@ -27,9 +29,58 @@ def _refusals(rank: int, size: int) -> list[str]:
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA, context parallelism may run")
 def test_layouts_that_cannot_run_here_are_refused_with_the_reason() -> None:
-    context_parallel, wrong_size = run_ranks(_refusals, 2)[0]
+    context_parallel, wrong_size, cut_experts = run_ranks(_refusals, 2)[0]
     assert "needs CUDA and Transformer Engine" in context_parallel
     assert "needs 4 ranks, the executor world has 2" in wrong_size
+    assert "gloo cannot gather unequal numbers of tokens" in cut_experts
+
+
+LAYOUTS = (
+    TrainerLayout(tp=2, pp=2, dp=2, ep=2),
+    TrainerLayout(tp=2, dp=4, ep=2),
+    TrainerLayout(tp=2, dp=4, ep=4, etp=2),
+    TrainerLayout(tp=2, cp=2, dp=2, ep=4),
+    TrainerLayout(tp=4, pp=2, dp=2, ep=2, etp=4),
+    TrainerLayout(tp=2, cp=2, pp=2, dp=2),
+)
+
+
+def _places(rank: int, size: int) -> list[list[tuple[int, ...]]]:
+    """Return where Megatron's own groups put each rank of each layout; nothing is sent."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    found = []
+    for layout in LAYOUTS:
+        found.append([])
+        for member in range(layout.world_size):
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=member, world_size=layout.world_size
+            )
+            setup.make_groups(layout)
+            found[-1].append(
+                (
+                    parallel_state.get_tensor_model_parallel_rank(),
+                    parallel_state.get_context_parallel_rank(),
+                    parallel_state.get_data_parallel_rank(),
+                    parallel_state.get_pipeline_model_parallel_rank(),
+                    parallel_state.get_expert_tensor_parallel_rank(),
+                    parallel_state.get_expert_model_parallel_rank(),
+                )
+            )
+            setup.destroy()
+            dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.dist
+def test_coordinates_are_those_of_megatrons_groups() -> None:
+    (found,) = run_ranks(_places, 1)
+    for layout, places in zip(LAYOUTS, found, strict=True):
+        for rank, place in enumerate(places):
+            at, expert = layout.coordinate(rank), layout.expert_coordinate(rank)
+            assert place == (at.tp, at.cp, at.dp, at.pp, expert.etp, expert.ep), (layout, rank)
 
 
 def test_without_a_process_group_there_is_nothing_to_divide() -> None:
