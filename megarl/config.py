@@ -278,7 +278,24 @@ def validate(config: RunConfig) -> None:
         allowed = ("float32", "bfloat16") + (("",) if key == "generator_dtype" else ())
         _require(value in allowed, f"model.{key}", value, "float32 or bfloat16")
     _require(config.max_steps >= 1, "max_steps", config.max_steps, "at least 1")
-    rollout = config.rollout
+    _require(
+        config.data.train_batch_size >= 1,
+        "data.train_batch_size",
+        config.data.train_batch_size,
+        "at least 1",
+    )
+    for key, value in (
+        ("reward.num_processes", config.reward.num_processes),
+        ("reward.timeout_seconds", config.reward.timeout_seconds),
+        ("fault.timeout_seconds", config.fault.timeout_seconds),
+        ("generator.kv_cache_gib", config.generator.kv_cache_gib),
+    ):
+        _require(value > 0, key, value, "above 0")
+    _validate_rollout(config.rollout)
+    _validate_algorithm(config.algorithm, config.rollout.n)
+
+
+def _validate_rollout(rollout: RolloutConfig) -> None:
     _require(rollout.n >= 1, "rollout.n", rollout.n, "at least 1")
     _require(rollout.temperature > 0, "rollout.temperature", rollout.temperature, "above 0")
     _require(
@@ -295,12 +312,14 @@ def validate(config: RunConfig) -> None:
         rollout.max_response_length,
         "at least 1",
     )
-    algorithm = config.algorithm
+
+
+def _validate_algorithm(algorithm: AlgorithmConfig, num_samples: int) -> None:
     _require(algorithm.rho > 0, "algorithm.rho", algorithm.rho, "above 0")
     _require(
-        algorithm.adv_estimator != AdvantageEstimator.LEAVE_ONE_OUT or rollout.n > 1,
+        algorithm.adv_estimator != AdvantageEstimator.LEAVE_ONE_OUT or num_samples > 1,
         "rollout.n",
-        rollout.n,
+        num_samples,
         "at least 2 for algorithm.adv_estimator=leave_one_out",
     )
     _require(
@@ -310,24 +329,6 @@ def validate(config: RunConfig) -> None:
         "false where algorithm.adv_estimator is none: there is no group statistic to divide by",
     )
     _require(algorithm.kl_loss_coef >= 0, "algorithm.kl_loss_coef", algorithm.kl_loss_coef, ">= 0")
-    _require(
-        config.data.train_batch_size >= 1,
-        "data.train_batch_size",
-        config.data.train_batch_size,
-        "at least 1",
-    )
-    for key, value in (
-        ("reward.timeout_seconds", config.reward.timeout_seconds),
-        ("fault.timeout_seconds", config.fault.timeout_seconds),
-        ("generator.kv_cache_gib", config.generator.kv_cache_gib),
-    ):
-        _require(value > 0, key, value, "above 0")
-    _require(
-        config.reward.num_processes >= 1,
-        "reward.num_processes",
-        config.reward.num_processes,
-        ">= 1",
-    )
 
 
 def _validate_layouts(config: RunConfig) -> None:

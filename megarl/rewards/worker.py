@@ -15,6 +15,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import math
@@ -80,7 +81,8 @@ def _send(connection: socket.socket, value: object) -> None:
 
 
 def _read_chunks(connection: socket.socket, chunks: queue.SimpleQueue[list]) -> None:
-    with connection.makefile("rb") as stream:
+    # A parent that is killed with answers unread resets the connection instead of closing it.
+    with connection.makefile("rb") as stream, contextlib.suppress(ConnectionResetError):
         for line in stream:
             chunks.put(json.loads(line))
     # This process leads its own group: what the reward function started ends with it.

@@ -14,8 +14,14 @@ def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
 
     6 per weight and token (2 forward, 4 backward), and causal attention's two products,
     2 x 2 x length^2 / 2 a layer and query feature forward, thrice that in all (PaLM, appendix B,
-    halved for the causal mask). Recomputation is not counted: it is not model work.
+    halved for the causal mask). Of a layer's experts only those that a token goes through count.
+    Recomputation is not counted: it is not model work.
     """
-    weights = sum(prod(tensor.shape) for tensor in canonical_tensors(spec) if len(tensor.shape) > 1)
+    used = spec.experts_per_token / spec.num_experts if spec.num_experts else 1.0
+    weights = sum(
+        prod(tensor.shape) * (1.0 if tensor.expert is None else used)
+        for tensor in canonical_tensors(spec)
+        if len(tensor.shape) > 1
+    )
     attention = 6 * spec.num_layers * spec.num_heads * spec.head_dim
     return float(sum(6 * weights * length + attention * length**2 for length in lengths))

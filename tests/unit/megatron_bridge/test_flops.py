@@ -30,3 +30,18 @@ def test_attention_grows_with_the_square_of_the_length() -> None:
     # At 8192 tokens causal attention is 6 x 32 layers x 4096 x 8192 a token.
     extra = training_flops(spec, [8192]) - 8192 * training_flops(spec, [1])
     assert extra == pytest.approx(6 * 32 * 4096 * 8192 * 8192, rel=1e-3)
+
+
+def test_a_token_costs_only_the_experts_that_it_goes_through() -> None:
+    # Mixtral 8x7B has 12.9e9 active parameters (its paper, arXiv 2401.04088).
+    mixtral = {
+        **LLAMA_8B,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "rope_theta": 1e6,
+    }
+    assert training_flops(spec_from_hf(mixtral), [1]) == pytest.approx(6 * 12.9e9, rel=5e-3)
