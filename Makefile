@@ -20,7 +20,7 @@ quickstart: install ## watch a language model learn arithmetic by asynchronous R
 lint: install ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint ## all tests that need no GPU
 	$(BIN)/python -m pytest --durations=15
