@@ -103,9 +103,9 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def _check_folder(command: Command, config: RunConfig) -> None:
     used = (config.folder / "metrics.jsonl").is_file()
-    if command is not Command.EVAL and used and config.checkpoint.resume is Resume.NEVER:
+    if command is not Command.EVAL and used and config.resume is Resume.NEVER:
         raise ConfigError(
-            f"{config.folder} holds a run already; give another name=, or checkpoint.resume=auto "
+            f"{config.folder} holds a run already; give another name=, or resume=auto "
             "to go on with it"
         )
     if not os.access(_nearest_existing(config.folder), os.W_OK):

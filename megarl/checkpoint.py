@@ -78,14 +78,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def find_start(config: RunConfig) -> StartPoint:
-    """Return where the run begins under ``checkpoint.resume``.
+    """Return where the run begins under ``resume``.
 
     Raises:
         ConfigError: the checkpoint was made with another seed or batch size (its data position
             would mean other prompts), is damaged, or lies beyond ``max_steps``.
     """
     latest = config.folder / "checkpoints" / _LATEST
-    if config.checkpoint.resume is Resume.NEVER or not latest.is_file():
+    if config.resume is Resume.NEVER or not latest.is_file():
         return StartPoint()
     folder = latest.parent / latest.read_text().strip()
     try:

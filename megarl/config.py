@@ -128,7 +128,6 @@ class RewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     save_freq: int = 0  # steps between checkpoints; 0: only at the end
-    resume: Resume = Resume.NEVER  # auto: go on from `latest` where there is one
     export_hf: bool = True  # write the final model as a Hugging Face folder
 
 
@@ -160,6 +159,7 @@ class RunConfig:
     seed: int = 0  # seed of data order and sampling
     mode: Mode = Mode.ASYNC  # async or sync
     max_steps: int = 100  # optimizer steps
+    resume: Resume = Resume.NEVER  # auto: go on from the newest checkpoint where there is one
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)

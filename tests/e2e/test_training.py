@@ -91,7 +91,7 @@ def test_a_run_that_stops_and_resumes_gives_the_metrics_of_an_unbroken_one(
     common = ("mode=sync", "trainer.lr=1e-3", "trainer.lr_warmup_steps=2", "checkpoint.save_freq=2")
     whole = task.overrides(tmp_path, *common, "name=whole", "max_steps=4")
     run_job(QUICKSTART, whole, digest_of_weights)
-    broken = task.overrides(tmp_path, *common, "name=broken", "checkpoint.resume=auto")
+    broken = task.overrides(tmp_path, *common, "name=broken", "resume=auto")
     run_job(QUICKSTART, (*broken, "max_steps=2"), digest_of_weights)
     run_job(QUICKSTART, (*broken, "max_steps=4"), digest_of_weights)
     expected, got = read_rows(tmp_path / "whole"), read_rows(tmp_path / "broken")

@@ -5,7 +5,7 @@ import pytest
 
 from megarl import checkpoint
 from megarl.checkpoint import RunState, StartPoint
-from megarl.config import CheckpointConfig, DataConfig, Resume, RunConfig
+from megarl.config import DataConfig, Resume, RunConfig
 from megarl.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def _make_config(folder: Path, **changes: object) -> RunConfig:
     values: dict = {
         "run_dir": str(folder),
         "name": "r",
-        "checkpoint": CheckpointConfig(resume=Resume.AUTO),
+        "resume": Resume.AUTO,
         "data": DataConfig(train_batch_size=4),
         **changes,
     }
@@ -43,7 +43,7 @@ def test_a_save_that_was_cut_off_leaves_the_last_one(tmp_path: Path) -> None:
 
 
 def test_without_resume_a_checkpoint_is_not_looked_at(tmp_path: Path) -> None:
-    config = _make_config(tmp_path, checkpoint=CheckpointConfig())
+    config = _make_config(tmp_path, resume=Resume.NEVER)
     _save(config.folder, 2)
     assert checkpoint.find_start(config).step == 0
 
