@@ -159,6 +159,7 @@ class World:
         self.store = dist.TCPStore(
             at.host, at.port, is_master=at.is_store_host, timeout=_STORE_TIMEOUT
         )
+        self._last_what = ""  # for a failure's report: leaving a span on an error clears the status
         self.set_status("joining the worlds")
         self.run_id = f"{at.port}"  # unique on a host while the run lasts
         self._join_executor_world()
@@ -213,6 +214,7 @@ class World:
 
     def set_status(self, what: str) -> None:
         """Say what this rank is doing from now on."""
+        self._last_what = what or self._last_what
         status = Status(label=self.label, step=self._step, what=what, since=time.time())
         self.store.set(f"status/{self.rank}", json.dumps(asdict(status)))
 
@@ -225,10 +227,12 @@ class World:
 
     def report_failure(self, error: BaseException) -> None:
         """Leave word of this rank's end for whoever watches the job."""
-        gone = isinstance(error, ChannelError | ChannelTimeout) or _is_closed(error)
-        failure = Failure(
-            time=time.time(), message=f"{type(error).__name__}: {error}", by_peer=gone
-        )
+        waited = isinstance(error, ChannelError | ChannelTimeout)
+        message = f"{type(error).__name__}: {_reason(error)}"
+        if not waited:  # an engine's own error does not say who was doing what
+            where = f"rank {self.rank} ({self.label}), tick {self._step}"
+            message = f"{where}: {self._last_what}: {message}"
+        failure = Failure(time=time.time(), message=message, by_peer=waited or _is_closed(error))
         self.store.set(f"{FAILURE_KEY}/{self.rank}", json.dumps(asdict(failure)))
 
     def barrier(self, label: str) -> None:

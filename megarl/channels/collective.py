@@ -93,7 +93,8 @@ class CollectiveChannel(CommunicationChannel):
         if group is None:
             assert message is not None
             return message
-        where = self._where(root)
+        at_root = self._world.rank == root
+        where = f"channel {self.name!r} with its receivers" if at_root else self._where(root)
         options = BroadcastOptions()
         options.rootRank = 0
         header, payload = (
