@@ -61,6 +61,12 @@ def check_run(command: Command, config: RunConfig) -> None:
 
 def _check_data(command: Command, config: RunConfig, max_positions: int) -> None:
     data, rollout = config.data, config.rollout
+    sequences = data.train_batch_size * (1 if command is Command.SFT else rollout.n)
+    if command is not Command.EVAL and sequences < config.trainer.layout.dp:
+        raise ConfigError(
+            f"a batch of {sequences} sequences is less than trainer.layout.dp = "
+            f"{config.trainer.layout.dp}: every data-parallel rank needs one"
+        )
     second = data.response_key if command is Command.SFT else data.answer_key
     if command is not Command.EVAL:
         _check_rows(data.train_path, "data.train_path", data.prompt_key, second)
@@ -70,6 +76,12 @@ def _check_data(command: Command, config: RunConfig, max_positions: int) -> None
             raise ConfigError(
                 f"data.max_prompt_length {data.max_prompt_length} + rollout.max_response_length "
                 f"{rollout.max_response_length} must fit the model's {max_positions} positions"
+            )
+        budget = config.trainer.max_tokens_per_micro_batch
+        if command is Command.TRAIN and longest > budget:
+            raise ConfigError(
+                f"trainer.max_tokens_per_micro_batch {budget} must hold the longest sequence, "
+                f"data.max_prompt_length + rollout.max_response_length = {longest}"
             )
         if data.eval_path or command is Command.EVAL:
             _check_rows(data.eval_path, "data.eval_path", data.prompt_key, data.answer_key)

@@ -9,13 +9,13 @@ and by `megarl.train` (find).
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.config import Resume, RunConfig
 from megarl.errors import ConfigError
+from megarl.observe.files import replacing
 
 _STATE, _LATEST = "state.json", "latest"
 
@@ -60,21 +60,13 @@ def commit(run_folder: Path, state: RunState) -> Path:
     """
     final = checkpoint_folder(run_folder, state.step)
     temporary = final.with_suffix(".tmp")
-    write_atomically(temporary / _STATE, json.dumps(asdict(state), indent=1))
+    with replacing(temporary / _STATE) as text:
+        json.dump(asdict(state), text, indent=1)
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
-    write_atomically(final.parent / _LATEST, final.name)
+    with replacing(final.parent / _LATEST) as text:
+        text.write(final.name)
     return final
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is either the old or the new one, whatever happens."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
 
 
 def find_start(config: RunConfig) -> StartPoint:

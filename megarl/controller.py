@@ -93,6 +93,7 @@ class ExecutorController:
 
     def _report_last_step(self) -> None:
         """Bring the metrics of the tick that ends the run to where they are written."""
-        self._channels[TRAINER_METRICS].communicate()
+        if TRAINER_METRICS in self._channels:
+            self._channels[TRAINER_METRICS].communicate()
         if self._executor.name == REWARD:
             self._executor.step()

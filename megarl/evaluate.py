@@ -10,12 +10,12 @@ import json
 import logging
 from pathlib import Path
 
-from megarl.checkpoint import write_atomically
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import decode, eos_id, load_model_tokenizer
-from megarl.executors.generator import sample_all, sampling_seed
-from megarl.rewards.pool import RewardItem, RewardPool
-from megarl.rollout.engine import SampleRequest
+from megarl.executors.generator import Sampling, sample_all
+from megarl.executors.reward import reward_item
+from megarl.observe.files import replacing
+from megarl.rewards.pool import RewardPool
 from megarl.wiring import Rank, make_engine
 
 logger = logging.getLogger(__name__)
@@ -31,30 +31,18 @@ def evaluate(rank: Rank) -> None:
     rank.world.set_status("starting the engine")
     engine = make_engine(rank, load_weights=True)
     n = config.eval.n
-    requests = [
-        SampleRequest(
-            request_id=index * (n + 1) + sample,
-            prompt=prompt.tokens,
-            max_tokens=config.rollout.max_response_length,
-            temperature=config.rollout.temperature if sample < n else 0.0,
-            seed=sampling_seed(config.seed, prompt.prompt_id, sample),
-            eos_token_id=eos_id(tokenizer),
-        )
-        for index, prompt in enumerate(prompts)
-        for sample in range(n + 1)
-    ]
+    pairs = [(index, sample) for index in range(len(prompts)) for sample in range(n + 1)]
+    sampling = Sampling(config=config, n=n, eos_token_id=eos_id(tokenizer))
     with rank.tracer.span("testing"):
-        samples = sample_all(engine, requests)
+        samples = sample_all(engine, sampling.requests(prompts, pairs))
     engine.close()
     if rank.world.rank != 0:
         return
     items = [
-        RewardItem(
-            prompt=prompts[sample.request_id // (n + 1)].text,
-            response=decode(tokenizer, sample.tokens),
-            answer=prompts[sample.request_id // (n + 1)].answer,
-            extra=prompts[sample.request_id // (n + 1)].extra,
-            finished=sample.finished,
+        reward_item(
+            prompts[sample.request_id // (n + 1)],
+            decode(tokenizer, sample.tokens),
+            sample.finished,
         )
         for sample in samples
     ]
@@ -77,5 +65,6 @@ def evaluate(rank: Rank) -> None:
         "response_length_mean": sum(len(sample.tokens) for sample in samples) / len(samples),
     }
     config.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(config.folder / EVAL_FILE, json.dumps(result, indent=1))
+    with replacing(config.folder / EVAL_FILE) as text:
+        json.dump(result, text, indent=1)
     logger.info("accuracy %.4f, greedy %.4f", result["accuracy"], result["accuracy_greedy"])

@@ -89,13 +89,16 @@ def run_training(rank: Rank) -> None:
 
 def run_sft(rank: Rank) -> None:
     """One rank of ``megarl sft``."""
-    from megarl.executors.sft import SftExecutor
+    from megarl.executors.sft import SftExecutor, Surroundings
 
     config, world = rank.config, rank.world
     metrics = _open_metrics(rank) if world.rank == 0 else None
-    sink = metrics.write if metrics else _discard
-    link = export_link(world)
-    executor = SftExecutor(config, rank.start, world.rank, link, sink, rank.tracer)
+    surroundings = Surroundings(
+        link=export_link(world),
+        sink=metrics.write if metrics else _discard,
+        stop_requested=world.stop_requested,
+    )
+    executor = SftExecutor(config, rank.start, world.rank, surroundings, rank.tracer)
     try:
         world.set_status("starting the engine")
         executor.init()

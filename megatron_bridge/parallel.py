@@ -52,6 +52,11 @@ class TrainerLayout:
     def ranks_per_replica(self) -> int:
         return self.tp * self.cp * self.pp
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches must be a multiple of (interleaved schedule)."""
+        return self.pp if self.vpp > 1 else 1
+
     def coordinate(self, rank: int) -> TrainerCoordinate:
         """Return the place of executor-world rank ``rank``."""
         tp, rest = rank % self.tp, rank // self.tp

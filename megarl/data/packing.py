@@ -1,7 +1,6 @@
 """Balance sequences over data-parallel ranks and pack them into micro-batches.
 
-Called by the reward executor (`partition`) and by the trainer (`micro_batches`). Both hand out the
-longest sequence first, each to the emptiest part (Graham's LPT rule: the fullest part holds at most
+Called by the executors that make batches: `split` does both at once. Both hand out the longest sequence first, each to the emptiest part (Graham's LPT rule: the fullest part holds at most
 4/3 of the least possible), with ties broken by index, so that every rank computes the same.
 """
 
@@ -9,8 +8,37 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megarl.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one data-parallel rank trains on."""
+
+    rows: list[int]  # of the whole batch
+    packs: list[list[int]]  # indices into `rows`; as many on every rank, the last may be empty
+
+
+def split(
+    lengths: Sequence[int], num_parts: int, max_tokens: int, multiple_of: int = 1
+) -> list[Part]:
+    """Split a batch over data-parallel ranks and each part into the same number of micro-batches.
+
+    Raises:
+        DataError: a sequence is longer than the budget.
+    """
+    parts = partition(lengths, num_parts)
+    packs = [
+        micro_batches([lengths[row] for row in rows], max_tokens, multiple_of=multiple_of)
+        for rows in parts
+    ]
+    count = max(map(len, packs))
+    return [
+        Part(rows, pack + [[] for _ in range(count - len(pack))])
+        for rows, pack in zip(parts, packs, strict=True)
+    ]
 
 
 def partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

@@ -44,6 +44,35 @@ def sampling_seed(seed: int, prompt_id: int, sample_id: int) -> int:
     return zlib.crc32(f"{seed}/{prompt_id}/{sample_id}".encode())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How responses to prompts are sampled: number ``n`` of a prompt is its greedy one."""
+
+    config: RunConfig
+    n: int
+    eos_token_id: int
+    stream: int = 0  # shifts the seeds of one set of prompts away from another's
+
+    def requests(
+        self, prompts: Sequence[Prompt], pairs: Sequence[tuple[int, int]]
+    ) -> list[SampleRequest]:
+        """Return a request for each (prompt's index, sample), numbered index x (n + 1) + sample."""
+        rollout = self.config.rollout
+        return [
+            SampleRequest(
+                request_id=index * (self.n + 1) + sample,
+                prompt=prompts[index].tokens,
+                max_tokens=rollout.max_response_length,
+                temperature=rollout.temperature if sample < self.n else 0.0,
+                seed=sampling_seed(
+                    self.config.seed, self.stream + prompts[index].prompt_id, sample
+                ),
+                eos_token_id=self.eos_token_id,
+            )
+            for index, sample in pairs
+        ]
+
+
 def sample_all(engine: Engine, requests: Sequence[SampleRequest]) -> list[Sample]:
     """Decode until every request is finished.
 
@@ -168,7 +197,7 @@ class GeneratorExecutor(Executor):
                 self._eval_rollouts = self._sample(
                     prompts,
                     config.eval.n,
-                    _EVAL_STREAM + self.version * len(prompts),
+                    _EVAL_STREAM + self.version * len(self._eval_prompts),
                     greedy=self._replica.index == 0,
                 )
         if self._batch_index >= config.max_steps or self.stopping:
@@ -196,22 +225,11 @@ class GeneratorExecutor(Executor):
 
     def _sample(self, prompts: Sequence[Prompt], n: int, stream: int, *, greedy: bool) -> Rollouts:
         """Sample n responses a prompt; with ``greedy``, one more, greedily, for the first prompt."""
-        rollout = self._config.rollout
-        stride = n + 1
         pairs = [(index, sample) for index in range(len(prompts)) for sample in range(n)]
         pairs += [(0, n)] if greedy and prompts else []
-        requests = [
-            SampleRequest(
-                request_id=index * stride + sample,
-                prompt=prompts[index].tokens,
-                max_tokens=rollout.max_response_length,
-                temperature=rollout.temperature if sample < n else 0.0,
-                seed=sampling_seed(self._config.seed, stream + prompts[index].prompt_id, sample),
-                eos_token_id=self._eos,
-            )
-            for index, sample in pairs
-        ]
-        return to_rollouts(prompts, sample_all(self._engine(), requests), stride)
+        sampling = Sampling(config=self._config, n=n, eos_token_id=self._eos, stream=stream)
+        samples = sample_all(self._engine(), sampling.requests(prompts, pairs))
+        return to_rollouts(prompts, samples, n + 1)
 
     def _step_metrics(self) -> dict[str, float]:
         times = self._tracer.drain()

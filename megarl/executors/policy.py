@@ -64,7 +64,7 @@ class Policy:
     def __init__(self, config: RunConfig, start: StartPoint, rank: int):
         """Build on executor-world rank ``rank``; the executor world exists."""
         layout = config.trainer.layout
-        setup.initialize(layout, config.seed)
+        setup.initialize(layout, config.seed, config.fault.timeout_seconds)
         self._config, self._rank = config, rank
         self._source = Path(config.model.path)
         self.spec = load_spec(self._source)

@@ -13,13 +13,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import group_advantages
 from megarl.config import RunConfig
-from megarl.data.packing import micro_batches, partition
+from megarl.data.packing import Part, split
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.data.tokenizer import decode, load_model_tokenizer
 from megarl.errors import ChannelError
@@ -92,7 +93,6 @@ class RewardExecutor(Executor):
     ):
         self._config, self._sink, self._tracer = config, sink, tracer
         self._stop_requested = stop_requested
-        self._step = start_step
         self._next_batch = start_step  # index of the batch to be made next
         self._rollouts: Rollouts | None = None
         self._records: dict[int, dict[str, float]] = {}  # by optimizer step, until complete
@@ -114,7 +114,6 @@ class RewardExecutor(Executor):
         )
 
     def set_step(self, step: int) -> None:
-        self._step = step
         self._rollouts = None
         self.stopping = self._stop_requested()
 
@@ -125,9 +124,7 @@ class RewardExecutor(Executor):
 
     def put_input(self, channel: str, messages: Sequence[Message]) -> None:
         if all(isinstance(message, MetricValues) for message in messages):
-            for message in messages:
-                assert isinstance(message, MetricValues)
-                self._note(message.to_dict())
+            self._note([m.to_dict() for m in messages if isinstance(m, MetricValues)])
             return
         parts = [message for message in messages if isinstance(message, Rollouts)]
         if len(parts) != len(messages):
@@ -144,13 +141,13 @@ class RewardExecutor(Executor):
             if "actor/loss" in record and "rollout/reward" in record:
                 self._sink(step, self._finish(self._records.pop(step)))
 
-    def _note(self, metrics: dict[str, float]) -> None:
-        if metrics:
-            step = int(metrics.pop("step"))
-            record = self._records.setdefault(step, {})
-            for name, value in metrics.items():
-                # Replicas send the same names: report their mean.
-                record[name] = (record[name] + value) / 2 if name in record else value
+    def _note(self, sent: list[dict[str, float]]) -> None:
+        """Keep what an executor's groups sent for one step: replicas' numbers as their mean."""
+        told = [metrics for metrics in sent if metrics]
+        if told:
+            record = self._records.setdefault(int(told[0]["step"]), {})
+            names = set().union(*told) - {"step"}
+            record.update({name: fmean(m[name] for m in told if name in m) for name in names})
 
     def _prompts_of(
         self, rollouts: Rollouts, dataset: PromptDataset, index: int
@@ -173,15 +170,8 @@ class RewardExecutor(Executor):
         for row, tokens in enumerate(sequences):
             prompt = prompts[int(rollouts.prompt_ids[row])]
             response = tokens[int(rollouts.prompt_lengths[row]) :].tolist()
-            items.append(
-                RewardItem(
-                    prompt=prompt.text,
-                    response=decode(self._tokenizer, response),
-                    answer=prompt.answer,
-                    extra=prompt.extra,
-                    finished=bool(rollouts.finished[row]),
-                )
-            )
+            text = decode(self._tokenizer, response)
+            items.append(reward_item(prompt, text, bool(rollouts.finished[row])))
         with self._tracer.span("reward"):
             result = self._pool.score(items)
         rewards = torch.tensor(result.scores, dtype=torch.float64)
@@ -244,6 +234,17 @@ class RewardExecutor(Executor):
         self._pool.close()
 
 
+def reward_item(prompt: Prompt, response: str, finished: bool) -> RewardItem:
+    """Return what the pool scores of one response to a prompt."""
+    return RewardItem(
+        prompt=prompt.text,
+        response=response,
+        answer=prompt.answer,
+        extra=prompt.extra,
+        finished=finished,
+    )
+
+
 def _empty_batch() -> TrainBatch:
     none = torch.zeros(0, dtype=torch.int64)
     return TrainBatch(
@@ -266,28 +267,20 @@ def split_batch(scored: Scored, config: RunConfig) -> list[TrainBatch]:
     )
     lengths = rollouts.lengths.tolist()
     layout = config.trainer.layout
-    parts = partition(lengths, layout.dp)
-    budget, multiple = config.trainer.max_tokens_per_micro_batch, layout.pp if layout.vpp > 1 else 1
-    packs = [
-        micro_batches([lengths[row] for row in rows], budget, multiple_of=multiple)
-        for rows in parts
-    ]
-    count = max(len(pack) for pack in packs)
-    return [
-        _part(rollouts, advantages_B, rows, pack, count)
-        for rows, pack in zip(parts, packs, strict=True)
-    ]
+    budget = config.trainer.max_tokens_per_micro_batch
+    parts = split(lengths, layout.dp, budget, layout.micro_batch_multiple)
+    return [_train_batch(rollouts, advantages_B, part) for part in parts]
 
 
-def _part(
-    rollouts: Rollouts, advantages_B: Tensor, rows: list[int], pack: list[list[int]], count: int
-) -> TrainBatch:
+def _train_batch(rollouts: Rollouts, advantages_B: Tensor, part: Part) -> TrainBatch:
+    rows = part.rows
+
     def take(column: Tensor) -> Tensor:
-        split = column.split(rollouts.lengths.tolist())
-        return torch.cat([split[row] for row in rows])
+        sequences = column.split(rollouts.lengths.tolist())
+        return torch.cat([sequences[row] for row in rows])
 
     member = torch.zeros(len(rows), dtype=torch.int64)
-    for number, members in enumerate(pack):
+    for number, members in enumerate(part.packs):
         member[members] = number
     versions = take(rollouts.versions)
     lengths = rollouts.lengths[rows]
@@ -299,7 +292,7 @@ def _part(
         advantages=advantages_B[rows].float().repeat_interleave(lengths),
         versions=versions,
         micro_batches=member,
-        num_micro_batches=torch.tensor([count]),
+        num_micro_batches=torch.tensor([len(part.packs)]),
     )
 
 
@@ -323,7 +316,7 @@ def rollout_metrics(scored: Scored, version: int) -> dict[str, float]:
         "rollout/response_length_clip_ratio": float((rollouts.finished == 0).double().mean()),
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
-        "staleness/dropped": 0.0,
+        "staleness/dropped": 0.0,  # a tick trains on all that the last one sampled
         "reward/timeouts": float(scored.result.timeouts),
         "reward/errors": float(scored.result.errors),
         "perf/total_tokens": float(rollouts.lengths.sum()),

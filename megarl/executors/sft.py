@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from megarl.algorithms.sft import sft_loss
 from megarl.checkpoint import StartPoint
 from megarl.config import RunConfig
 from megarl.data.demonstrations import Demonstration, DemonstrationDataset
-from megarl.data.packing import micro_batches, partition
+from megarl.data.packing import split
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
@@ -41,6 +42,15 @@ def _loss(outputs: TokenOutputs, part: MicroBatch) -> LossOutputs:
     return LossOutputs(loss_sum=loss, num_tokens=mask.sum(), sums=sums, maxima=maxima)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the executor needs of the run around it."""
+
+    link: ExportLink
+    sink: Callable[[int, dict[str, float]], None]  # takes (step, metrics)
+    stop_requested: Callable[[], bool]
+
+
 class SftExecutor(Executor):
     """One trainer rank that learns from demonstrations."""
 
@@ -51,13 +61,12 @@ class SftExecutor(Executor):
         config: RunConfig,
         start: StartPoint,
         rank: int,
-        link: ExportLink,
-        sink: Callable[[int, dict[str, float]], None],
+        surroundings: Surroundings,
         tracer: Tracer,
     ):
         self._config, self._start, self._rank = config, start, rank
-        self._link, self._sink, self._tracer = link, sink, tracer
-        self._tokens, self._began = 0, time.monotonic()
+        self._surroundings, self._tracer = surroundings, tracer
+        self._tokens, self._steps, self._began = 0, 0, time.monotonic()
 
     def init(self) -> None:
         self.policy = Policy(self._config, self._start, self._rank)
@@ -67,7 +76,9 @@ class SftExecutor(Executor):
         self._began = time.monotonic()
 
     def set_step(self, step: int) -> None:
-        """Nothing to reset: the batch follows from the version."""
+        """Look now and then whether to stop; the ranks must agree at which step they do."""
+        if step % LOG_EVERY == 0:
+            self.stopping = setup.any_rank(self._surroundings.stop_requested())
 
     def get_output(self, channel: str) -> Sequence[Message]:
         raise ChannelError(f"supervised fine-tuning has no channel {channel!r}")
@@ -82,6 +93,7 @@ class SftExecutor(Executor):
             result = self.policy.trainer.train_step(parts, _loss, temperature=1.0, entropy=False)
         self.policy.version += 1
         self._tokens += result.num_tokens
+        self._steps += 1
         if self.policy.version % LOG_EVERY == 0 or self.policy.version == self._config.max_steps:
             self._report(result)
 
@@ -89,21 +101,11 @@ class SftExecutor(Executor):
         config, layout = self._config, self._config.trainer.layout
         data, index = config.data, self.policy.version
         batch = self._demonstrations.batch(index, data.train_batch_size, config.seed, data.shuffle)
-        rows = partition([len(row.tokens) for row in batch], layout.dp)
-        multiple = layout.pp if layout.vpp > 1 else 1
-        packs = [
-            micro_batches(
-                [len(batch[row].tokens) for row in part],
-                config.trainer.max_tokens_per_micro_batch,
-                multiple_of=multiple,
-            )
-            for part in rows
-        ]
-        mine = layout.coordinate(self._rank).dp
-        return [
-            _micro_batch([batch[rows[mine][row]] for row in members])
-            for members in _padded(packs[mine], max(map(len, packs)))
-        ]
+        lengths = [len(row.tokens) for row in batch]
+        budget = config.trainer.max_tokens_per_micro_batch
+        parts = split(lengths, layout.dp, budget, layout.micro_batch_multiple)
+        mine = parts[layout.coordinate(self._rank).dp]
+        return [_micro_batch([batch[mine.rows[row]] for row in pack]) for pack in mine.packs]
 
     def _report(self, result: StepResult) -> None:
         seconds = time.monotonic() - self._began
@@ -113,24 +115,20 @@ class SftExecutor(Executor):
             "actor/lr": result.lr,
             "perf/tokens_per_second": self._tokens / seconds,
             "perf/peak_memory_gib": peak_memory_gib(),
-            "timing_s/step": self._tracer.drain()["timing_s/train"] / LOG_EVERY,
+            "timing_s/step": self._tracer.drain()["timing_s/train"] / self._steps,
         }
-        self._sink(self.policy.version, metrics)
-        self._tokens, self._began = 0, time.monotonic()
+        self._surroundings.sink(self.policy.version, metrics)
+        self._tokens, self._steps, self._began = 0, 0, time.monotonic()
 
     def save_checkpoint(self) -> None:
         if not self.policy.save_due(stopping=self.stopping):
             return
         self.policy.save()
         if self.policy.version == self._config.max_steps:
-            self.policy.export(self._link)
+            self.policy.export(self._surroundings.link)
 
     def close(self) -> None:
         setup.destroy()
-
-
-def _padded(pack: list[list[int]], count: int) -> list[list[int]]:
-    return pack + [[] for _ in range(count - len(pack))]
 
 
 def _micro_batch(rows: Sequence[Demonstration]) -> MicroBatch:

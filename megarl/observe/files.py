@@ -1,7 +1,8 @@
-"""Owns how a finished file of a run appears: whole or not at all. Used by the rest of observe."""
+"""Owns how a finished file of a run appears: whole or not at all, whatever ends the process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ def replacing(target: Path) -> Iterator[TextIO]:
     try:
         with temporary.open("w", encoding="utf-8") as text:
             yield text
+            text.flush()
+            os.fsync(text.fileno())
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -36,8 +36,10 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def initialize(layout: TrainerLayout, seed: int) -> None:
+def initialize(layout: TrainerLayout, seed: int, timeout_seconds: float = 600.0) -> None:
     """Build Megatron's groups over the executor world; every rank of it enters.
+
+    A collective in one of them fails after ``timeout_seconds``.
 
     Raises:
         LayoutError: the world has another size than the layout, context parallelism is asked for
@@ -60,11 +62,11 @@ def initialize(layout: TrainerLayout, seed: int) -> None:
             "needs CUDA: gloo cannot gather unequal numbers of tokens"
         )
     apply_substitutions()
-    make_groups(layout)
+    make_groups(layout, timeout_seconds)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def make_groups(layout: TrainerLayout) -> None:
+def make_groups(layout: TrainerLayout, timeout_seconds: float = 600.0) -> None:
     """Build Megatron's groups in the order that `TrainerLayout.coordinate` counts ranks in."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -73,6 +75,7 @@ def make_groups(layout: TrainerLayout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_seconds / 60,  # pyright: ignore[reportArgumentType]
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
     )
@@ -85,4 +88,11 @@ def destroy() -> None:
 
 def barrier() -> None:
     """Wait until all ranks of the executor world are here; every one of them enters."""
-    torch.distributed.barrier()
+    dist.barrier()
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is set on any rank of the executor world; every one of them enters."""
+    value = torch.tensor([int(flag)], device=device())
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value)

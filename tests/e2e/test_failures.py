@@ -88,6 +88,26 @@ def test_an_interrupt_saves_a_checkpoint_and_ends_well(
     assert f'"step": {saved},' in (folder / "metrics.jsonl").read_text()
 
 
+def test_an_interrupt_saves_supervised_training_too(task: Task, tmp_path: Path) -> None:
+    launcher = start_command(
+        "sft",
+        str(ROOT / "configs" / "quickstart_sft.yaml"),
+        f"run_dir={tmp_path}",
+        f"model.path={task.folder / 'model'}",
+        f"data.train_path={task.folder / 'sft.jsonl'}",
+        "max_steps=100000",
+    )
+    try:
+        _wait_for_step(tmp_path / "quickstart-sft", 20, launcher)
+        launcher.send_signal(signal.SIGINT)
+        output, _ = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, output
+    latest = (tmp_path / "quickstart-sft" / "checkpoints" / "latest").read_text()
+    assert int(latest.removeprefix("step_")) >= 20
+
+
 def test_a_killed_launcher_leaves_no_rank(
     endless_run: tuple[subprocess.Popen[str], Path],
 ) -> None:
@@ -128,6 +148,8 @@ def _foreign_tokenizer(task: Task, folder: Path) -> tuple[str, ...]:
         (lambda task, folder: ("data.train_path=nowhere.jsonl",), ["nowhere.jsonl", "not exist"]),
         (lambda task, folder: ("reward.path=megarl.rewards.arithmetic:scor",), ["scor", "score"]),
         (lambda task, folder: ("rollout.max_response_length=400",), ["128 positions"]),
+        (lambda task, folder: ("trainer.max_tokens_per_micro_batch=32",), ["32", "= 64"]),
+        (lambda task, folder: ("trainer.layout.dp=64",), ["32 sequences", "dp = 64"]),
         (_broken_rows, ["broken.jsonl:2", "answer"]),
         (_foreign_tokenizer, ["tokenizer.json", "id 18", "11"]),
     ],
@@ -140,6 +162,8 @@ def _foreign_tokenizer(task: Task, folder: Path) -> tuple[str, ...]:
         "no file",
         "no reward",
         "too long",
+        "small budget",
+        "small batch",
         "malformed row",
         "foreign tokenizer",
     ],

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megarl.config import RunConfig, TrainerConfig
-from megarl.executors.reward import Scored, merge, rollout_metrics, split_batch
+from megarl.executors.reward import RewardExecutor, Scored, merge, rollout_metrics, split_batch
+from megarl.observe.trace import Tracer
 from megarl.rewards.pool import RewardResult
-from megarl.types import Rollouts, TrainBatch
+from megarl.types import MetricValues, Rollouts, TrainBatch
 from megatron_bridge.parallel import TrainerLayout
 
 PROMPT = 3  # tokens of every prompt
@@ -126,3 +127,18 @@ def test_batches_are_cut_in_a_deterministic_way() -> None:
     for first, second in zip(once, again, strict=True):
         assert torch.equal(first.tokens, second.tokens)
         assert torch.equal(first.micro_batches, second.micro_batches)
+
+
+def test_numbers_of_three_replicas_are_reported_as_their_mean() -> None:
+    emitted: dict[int, dict[str, float]] = {}
+    executor = RewardExecutor(
+        RunConfig(), 0, emitted.__setitem__, lambda: False, Tracer("reward", 0)
+    )
+    idle = [{"step": 1.0, "generator/idle_ratio": value} for value in (0.1, 0.2, 0.6)]
+    executor.put_input("metrics/generator", [MetricValues.from_dict(each) for each in idle])
+    trainer = {"step": 1.0, "actor/loss": 2.0, "rollout/reward": 0.5}
+    known = {"timing_s/step": 4.0, "perf/total_tokens": 8.0}
+    executor.put_input("metrics/trainer", [MetricValues.from_dict(trainer | known)])
+    executor.step()
+    assert emitted[1]["generator/idle_ratio"] == pytest.approx(0.3)
+    assert emitted[1]["perf/tokens_per_second"] == 2.0
