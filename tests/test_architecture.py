@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,10 @@ def test_the_rules_tell_right_from_wrong(path: str, code: str, fault: str):
     found = _faults(path, f'"""Docstring."""\n{code}\n')
     assert len(found) == bool(fault), found
     assert fault in "".join(found)
+
+
+def test_pytest_collects_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    passed_over = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert "dist" in folders
+    assert not [name for name in folders if any(fnmatch(name, each) for each in passed_over)]
