@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint clean
+.PHONY: help install quickstart test lint nightly clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,9 @@ lint: install ## format, lint and types
 
 test: lint ## all tests that need no GPU
 	$(BIN)/python -m pytest --durations=15
+
+nightly: install ## ten thousand random layouts against the dense oracle
+	MEGARL_DRAWS=10000 $(BIN)/python -m pytest tests/unit/megatron_bridge/test_layouts.py -k any
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) runs data build *.egg-info

@@ -132,6 +132,8 @@ class LocalLauncher:
         self._say(f"rank {culprit} ({label}) {self._ending(culprit)}", style="bold red")
         if (status := statuses[culprit]) is not None:
             self._say(f"  it was in: {status.describe(now)}")
+        if culprit in failures:
+            self._say(f"  {failures[culprit].message}")
         self._say("what its peers waited for:")
         for rank, status in statuses.items():
             if rank == culprit:

@@ -17,8 +17,8 @@ from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, DataError
 from megarl.rewards.loading import load_score_function
 from megarl.topology import Topology, eval_topology, rl_topology, sft_topology
+from megarl.weights import run_spec
 from megatron_bridge.models.checks import check_generator_layout, check_layout
-from megatron_bridge.models.families import load_spec
 
 
 class Command(StrEnum):
@@ -27,17 +27,24 @@ class Command(StrEnum):
     TRAIN = "train"
     SFT = "sft"
     EVAL = "eval"
+    DOCTOR = "doctor"
 
 
 def topology_of(command: Command, config: RunConfig) -> Topology:
     """Return the executors and ranks that ``command`` needs."""
     match command:
-        case Command.TRAIN:
+        case Command.TRAIN | Command.DOCTOR:
             return rl_topology(config.trainer.layout, config.generator.layout)
         case Command.SFT:
             return sft_topology(config.trainer.layout)
         case Command.EVAL:
             return eval_topology(config.generator.layout)
+
+
+def folder_of(command: Command, config: RunConfig) -> Path:
+    """Return the run folder; a doctor has its own, so that it never stands in a run's way."""
+    folder = config.folder
+    return folder.with_name(f"{folder.name}.doctor") if command is Command.DOCTOR else folder
 
 
 def check_run(command: Command, config: RunConfig) -> None:
@@ -48,7 +55,7 @@ def check_run(command: Command, config: RunConfig) -> None:
     """
     if not config.model.path:
         raise ConfigError("model.path is empty; expected a Hugging Face folder")
-    spec = load_spec(Path(config.model.path))
+    spec = run_spec(config)
     if command is not Command.EVAL:
         check_layout(spec, config.trainer.layout)
     if command is not Command.SFT:
@@ -78,7 +85,7 @@ def _check_data(command: Command, config: RunConfig, max_positions: int) -> None
                 f"{rollout.max_response_length} must fit the model's {max_positions} positions"
             )
         budget = config.trainer.max_tokens_per_micro_batch
-        if command is Command.TRAIN and longest > budget:
+        if command in (Command.TRAIN, Command.DOCTOR) and longest > budget:
             raise ConfigError(
                 f"trainer.max_tokens_per_micro_batch {budget} must hold the longest sequence, "
                 f"data.max_prompt_length + rollout.max_response_length = {longest}"
@@ -115,7 +122,8 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def _check_folder(command: Command, config: RunConfig) -> None:
     used = (config.folder / "metrics.jsonl").is_file()
-    if command is not Command.EVAL and used and config.resume is Resume.NEVER:
+    writes = command in (Command.TRAIN, Command.SFT)
+    if writes and used and config.resume is Resume.NEVER:
         raise ConfigError(
             f"{config.folder} holds a run already; give another name=, or resume=auto "
             "to go on with it"

@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | eval | data``.
+"""The command line: ``megarl train | sft | eval | doctor | data``.
 
 Checks everything that can be checked before an engine starts, then starts the ranks of this
 machine; where a launcher (torchrun, srun) has set RANK already, it becomes that rank.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from megarl.check import Command, check_run, check_world_size, topology_of
-from megarl.config import RunConfig, load_config, to_yaml
+from megarl.check import Command, check_run, check_world_size, folder_of, topology_of
+from megarl.config import RunConfig
+from megarl.config_file import load_config, to_yaml
 from megarl.errors import MegarlError
 from megatron_bridge.errors import BridgeError
 
@@ -28,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         (Command.TRAIN, "reinforcement learning"),
         (Command.SFT, "supervised fine-tuning"),
         (Command.EVAL, "score a Hugging Face checkpoint on data.eval_path"),
+        (Command.DOCTOR, "check that a training run would start right, without training"),
     ):
         sub = commands.add_parser(command, help=text)
         sub.add_argument("config", type=Path, help="YAML file")
@@ -62,19 +65,36 @@ def _run(command: Command, arguments: argparse.Namespace, console: Console) -> i
     # Not earlier: the checks above must answer before torch has been imported.
     from launch.local import LocalJob, LocalLauncher
 
-    config.folder.mkdir(parents=True, exist_ok=True)
-    (config.folder / "config.yaml").write_text(to_yaml(config))
+    folder = folder_of(command, config)
+    if command is Command.DOCTOR:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier doctor
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
     job = LocalJob(
         command=command,
         arguments=(str(arguments.config), *overrides),
         topology=topology,
-        folder=config.folder,
+        folder=folder,
         max_steps=config.max_steps,
     )
     code = LocalLauncher(job, console).run()
-    if code == 0:
+    if command is Command.DOCTOR:
+        _print_findings(folder, code, console)
+    elif code == 0:
         _print_result(command, config, console)
     return code
+
+
+def _print_findings(folder: Path, code: int, console: Console) -> None:
+    """Show what a doctor found; its folder stays only where something was wrong."""
+    from megarl.doctor import read_findings, table
+
+    if code:
+        console.print("[bold red]refused[/bold red]: training would not start; see above")
+        return
+    console.print(table(read_findings(folder)))
+    shutil.rmtree(folder)
+    console.print("[green]ready[/green]: megarl train with these arguments starts right")
 
 
 def _print_result(command: Command, config: RunConfig, console: Console) -> None:

@@ -29,5 +29,9 @@ class WeightSyncError(MegarlError, RuntimeError):
     """A weight transfer that did not end in a committed version; the receiver is poisoned."""
 
 
+class ContractError(MegarlError, RuntimeError):
+    """Trainer and generators, with the same weights, do not compute the same: no training."""
+
+
 class RewardError(MegarlError, RuntimeError):
     """A reward function that returned no usable score, or whose processes could not be kept."""

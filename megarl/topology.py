@@ -75,8 +75,9 @@ def trainer_place(layout: TrainerLayout, first_rank: int = 0) -> ExecutorPlace:
 
 def generator_place(layout: GeneratorLayout, first_rank: int) -> ExecutorPlace:
     """Return the generators' place: each replica is a world and a group of its own."""
+    size = layout.ranks_per_replica
     replicas = tuple(
-        tuple(range(first_rank + index * layout.tp, first_rank + (index + 1) * layout.tp))
+        tuple(range(first_rank + index * size, first_rank + (index + 1) * size))
         for index in range(layout.replicas)
     )
     return ExecutorPlace(name=GENERATOR, groups=replicas, worlds=replicas)

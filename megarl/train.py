@@ -22,7 +22,8 @@ import torch
 
 from megarl import checkpoint
 from megarl.check import Command, check_run, check_world_size, topology_of
-from megarl.config import RunConfig, load_config
+from megarl.config import RunConfig
+from megarl.config_file import load_config
 from megarl.controller import ExecutorController, Stage, stages, ticks
 from megarl.errors import ConfigError
 from megarl.observe import logs
@@ -117,6 +118,13 @@ def run_evaluation(rank: Rank) -> None:
     evaluate(rank)
 
 
+def run_doctor(rank: Rank) -> None:
+    """One rank of ``megarl doctor``."""
+    from megarl.doctor import examine
+
+    examine(rank)
+
+
 def _discard(step: int, metrics: dict[str, float]) -> None:
     """Take metrics that another rank reports."""
 
@@ -195,9 +203,13 @@ def _run(command: Command, config: RunConfig, began: float) -> None:
         rank = Rank(
             config=config, topology=topology, world=world, tracer=tracer, start=start, began=began
         )
-        {Command.TRAIN: run_training, Command.SFT: run_sft, Command.EVAL: run_evaluation}[command](
-            rank
-        )
+        runs = {
+            Command.TRAIN: run_training,
+            Command.SFT: run_sft,
+            Command.EVAL: run_evaluation,
+            Command.DOCTOR: run_doctor,
+        }
+        runs[command](rank)
         world.leave()
     except BaseException as error:
         world.report_failure(error)

@@ -63,6 +63,8 @@ class Rollouts(Message):
 class TrainBatch(Message):
     """One data-parallel rank's part of a batch, ready to train on; made by the reward executor."""
 
+    prompt_ids: Tensor  # [B] int64, as of the rollouts: which sequence it is
+    sample_ids: Tensor  # [B] int64
     lengths: Tensor  # [B] int64
     tokens: Tensor  # [T] int64
     loss_mask: Tensor  # [T] float32, 1 where the token enters the loss

@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -26,7 +25,7 @@ from megarl.channels.weights import (
     WeightTarget,
 )
 from megarl.checkpoint import StartPoint
-from megarl.config import RunConfig
+from megarl.config import RunConfig, WeightTransport
 from megarl.controller import (
     BATCH,
     CONTROL_GENERATOR,
@@ -38,16 +37,16 @@ from megarl.controller import (
     WEIGHTS,
 )
 from megarl.ddma.engine import WeightSync
-from megarl.ddma.transports import CollectiveTransport
+from megarl.ddma.transports.base import Transport
+from megarl.ddma.transports.collective import CollectiveTransport, Window
+from megarl.ddma.transports.ipc import IpcTransport
 from megarl.executors.base import Executor
 from megarl.observe.trace import Tracer
 from megarl.topology import GENERATOR, REWARD, TRAINER, Topology
 from megarl.types import Control, MetricValues, Rollouts, TrainBatch
+from megarl.weights import run_spec, weight_plan
 from megarl.world import World
-from megatron_bridge.layouts.megatron import megatron_manifest
 from megatron_bridge.layouts.vllm import vllm_manifest
-from megatron_bridge.models.families import load_spec
-from megatron_bridge.plan import TransferPlan, plan
 
 if TYPE_CHECKING:
     from megarl.executors.policy import ExportLink
@@ -77,23 +76,6 @@ class Rank:
     began: float  # monotonic seconds when the process began
 
 
-def weight_plan(config: RunConfig, topology: Topology) -> TransferPlan:
-    """Return the plan from all trainer ranks to all generator ranks; the same on every rank."""
-    spec = load_spec(Path(config.model.path))
-    fused_norms = torch.cuda.is_available() and _installed("transformer_engine")
-    source = [
-        megatron_manifest(spec, config.trainer.layout, rank, fused_norms=fused_norms)
-        for rank in range(config.trainer.layout.world_size)
-    ]
-    tp = config.generator.layout.tp
-    target = [
-        vllm_manifest(spec, tp, index, global_rank=rank)
-        for replica in topology.place(GENERATOR).worlds
-        for index, rank in enumerate(replica)
-    ]
-    return plan(source, target)
-
-
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -109,6 +91,8 @@ def make_engine(rank: Rank, *, load_weights: bool) -> VllmEngine:
             model_path=config.model.path,
             dtype=config.generator_dtype,
             tp=config.generator.layout.tp,
+            quantization=config.generator.layout.quantization,
+            ep=config.generator.layout.ep,
             max_model_len=config.data.max_prompt_length + config.rollout.max_response_length,
             max_running_sequences=config.generator.max_running_sequences,
             kv_cache_bytes=int(config.generator.kv_cache_gib * 2**30),
@@ -130,9 +114,14 @@ def export_link(world: World) -> ExportLink:
     return ExportLink(group=group, wait=world.wait)
 
 
-def make_executor(rank: Rank, sink: MetricSink | None) -> Executor:
-    """Build this rank's executor."""
-    config, world, start = rank.config, rank.world, rank.start
+def make_executor(rank: Rank, sink: MetricSink | None, work: RunConfig | None = None) -> Executor:
+    """Build this rank's executor.
+
+    Args:
+        work: what the executors do, where that is less than ``rank.config`` says; engines are
+            built as that says.
+    """
+    config, world, start = work or rank.config, rank.world, rank.start
     match world.place.name:
         case name if name == TRAINER:
             from megarl.executors.trainer import TrainerExecutor
@@ -141,10 +130,19 @@ def make_executor(rank: Rank, sink: MetricSink | None) -> Executor:
         case name if name == GENERATOR:
             from megarl.executors.generator import GeneratorExecutor, Replica
 
-            place = world.place
-            replica = Replica(index=place.group_index(world.rank), count=len(place.groups))
+            place, layout = world.place, config.generator.layout
+            index = place.group_index(world.rank)
+            local_rank = place.groups[index].index(world.rank)
+            manifest = vllm_manifest(
+                run_spec(config),
+                layout.tp,
+                local_rank,
+                global_rank=world.rank,
+                layout=layout,
+            )
+            replica = Replica(index=index, count=len(place.groups), manifest=manifest)
             engine = partial(make_engine, rank, load_weights=False)
-            return GeneratorExecutor(config, start.step, replica, engine, rank.tracer)
+            return GeneratorExecutor(config, start, replica, engine, rank.tracer)
         case _:
             from megarl.executors.reward import RewardExecutor
 
@@ -168,18 +166,37 @@ def make_channels(rank: Rank, executor: Executor) -> Mapping[str, CommunicationC
     return channels
 
 
+def _weight_transport(
+    rank: Rank, ranks: tuple[int, ...], device: torch.device, near: frozenset[int]
+) -> Transport:
+    """Return what weights travel over; ``near`` are the other ranks of this host.
+
+    NCCL takes the short ways inside a host by itself.
+    """
+    world, weights = rank.world, rank.config.weights
+    group = world.device_group("weights", ranks)
+    control = world.subgroup("weights/control", ranks)
+    window = Window(slots=weights.slots, chunk_bytes=int(weights.chunk_mib * 2**20))
+    auto = weights.transport is WeightTransport.AUTO and device.type == "cpu"
+    if auto or weights.transport is WeightTransport.IPC:
+        return IpcTransport(group, device, near, wait=world.wait, window=window, control=control)
+    return CollectiveTransport(group, device, wait=world.wait, window=window, control=control)
+
+
 def _weights_channel(rank: Rank, executor: Executor) -> CommunicationChannel:
-    world = rank.world
+    world, config = rank.world, rank.config
+    hosts = world.hosts()
     if world.place.name == REWARD:
         return NoChannel(WEIGHTS)
     ranks = rank.topology.place(TRAINER).ranks + rank.topology.place(GENERATOR).ranks
-    group = world.device_group("weights", ranks)
     params = executor.get_model()
     device = next(iter(params.values())).device
-    dtype = getattr(torch, rank.config.generator_dtype)
-    transport = CollectiveTransport(group, dtype, device, wait=world.wait)
-    transfer = weight_plan(rank.config, rank.topology)
-    sync = WeightSync(transfer, world.rank, transport, params)
+    te = torch.cuda.is_available() and _installed("transformer_engine")
+    seats = tuple((hosts[r], hosts[:r].count(hosts[r])) for r in ranks)
+    transfer = weight_plan(config, run_spec(config), te=te, seats=seats)
+    near = frozenset(r for r in ranks if hosts[r] == hosts[world.rank] and r != world.rank)
+    transport = _weight_transport(rank, ranks, device, near)
+    sync = WeightSync(transfer, world.rank, transport, params, verify=config.weights.verify)
     if world.place.name == TRAINER:
         return WeightsSendChannel(WEIGHTS, sync, cast(WeightSource, executor), rank.tracer)
     return WeightsReceiveChannel(WEIGHTS, sync, cast(WeightTarget, executor), rank.tracer)

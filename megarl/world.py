@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
@@ -234,6 +237,21 @@ class World:
             message = f"{where}: {self._last_what}: {message}"
         failure = Failure(time=time.time(), message=message, by_peer=waited or _is_closed(error))
         self.store.set(f"{FAILURE_KEY}/{self.rank}", json.dumps(asdict(failure)))
+
+    def hosts(self) -> tuple[int, ...]:
+        """Return a number of the host of each rank; every rank enters.
+
+        Ranks of one host see one another's processes: a machine, or a container on it.
+        """
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        mine = [socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""]
+        if sys.platform == "linux":
+            mine.append(os.readlink("/proc/self/ns/pid"))
+        self.store.set(f"host/{self.rank}", " ".join(mine))
+        self.set_status("waiting for the hosts of all ranks")
+        names = [self.store.get(f"host/{rank}") for rank in range(self.topology.size)]
+        known = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        return tuple(known[name] for name in names)
 
     def barrier(self, label: str) -> None:
         """Wait until all ranks of the global world are here."""

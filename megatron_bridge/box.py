@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from operator import lt, sub
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,8 +22,10 @@ class Box:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(
-            not 0 <= low < high for low, high in zip(self.start, self.stop, strict=True)
+        if (
+            len(self.start) != len(self.stop)
+            or not all(map(lt, self.start, self.stop))
+            or min(self.start, default=0) < 0
         ):
             raise ValueError(f"not a box: start {self.start}, stop {self.stop}")
 
@@ -33,7 +36,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
@@ -51,6 +54,25 @@ class Box:
         if any(low >= high for low, high in zip(start, stop, strict=True)):
             return None
         return Box(start, stop)
+
+    def without(self, hole: Box) -> list[Box]:
+        """Return boxes that cover the rest once."""
+        common = self.intersect(hole)
+        if common is None:
+            return [self]
+        rest: list[Box] = []
+        start, stop = list(self.start), list(self.stop)
+        for dim, (low, high) in enumerate(zip(common.start, common.stop, strict=True)):
+            for first, last in ((start[dim], low), (high, stop[dim])):
+                if first < last:
+                    rest.append(
+                        Box(
+                            (*start[:dim], first, *start[dim + 1 :]),
+                            (*stop[:dim], last, *stop[dim + 1 :]),
+                        )
+                    )
+            start[dim], stop[dim] = low, high
+        return rest
 
     def shift(self, offset: tuple[int, ...]) -> Box:
         """Return the box moved by ``offset``."""

@@ -1,24 +1,26 @@
-"""The unit of a transfer, `Operation`, and the rounds in which all ranks go through theirs.
+"""The units of a transfer: an `Operation` copies one region, a `Message` carries some at once.
 
-Called by the planner, which makes operations, and by those who execute them; no torch.
+Called by the planner, which makes them, and by those who execute them; no torch. Both are named
+tuples: a rank makes thousands for one plan, and frozen dataclasses take four times as long to make.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
-from operator import sub
+from typing import NamedTuple
 
 from megatron_bridge.box import Box
 
+BLOCK = 128  # rows and columns of a weight that share one FP8 scale
+SCALE_BYTES = 4
+AFTER = ("after_block", "after_tensor")  # plain on the wire, quantised when the whole has arrived
+ALIGNMENT = 16  # bytes; where several items share a message
 
-@dataclass(frozen=True, slots=True, order=True, kw_only=True)
-class Operation:
+
+class Operation(NamedTuple):
     """Copy one region of a canonical tensor from a source rank into a target rank.
 
-    The three boxes have one shape: the region itself, and where it lies on each side.
+    The three boxes have one shape: the region itself, and where it lies on each side. A rank that
+    forwards what it received has the target's names on both sides.
     """
 
     source_rank: int
@@ -29,116 +31,58 @@ class Operation:
     source_box: Box
     target_param: str
     target_box: Box
+    dtype: str  # of the elements on the wire
+    quantization: str = ""  # "block": FP8 and scales on the wire; in `AFTER`: the target quantises
+    scales: str = ""  # the target's parameter of scales
 
-    def rows(self, low: int, high: int) -> Operation:
-        """Return the part of the operation that copies its rows ``low`` to ``high``."""
-        return Operation(
-            source_rank=self.source_rank,
-            target_rank=self.target_rank,
-            tensor=self.tensor,
-            box=_rows(self.box, low, high),
-            source_param=self.source_param,
-            source_box=_rows(self.source_box, low, high),
-            target_param=self.target_param,
-            target_box=_rows(self.target_box, low, high),
-        )
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire: scales, where there are any, and behind them the elements, row-major."""
+        rows = self.box.stop[0] - self.box.start[0]
+        return wire_bytes(rows, self.box.numel // rows, self.dtype, self.quantization)
 
 
-def numel_of(box: Box) -> int:
-    """`Box.numel` for the loops over all operations, where its generators take half the time."""
-    return prod(map(sub, box.stop, box.start))
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "float8_e4m3fn": 1}
 
 
-def _rows(box: Box, low: int, high: int) -> Box:
-    first = box.start[0]
-    return Box((first + low, *box.start[1:]), (first + high, *box.stop[1:]))
+def wire_bytes(rows: int, columns: int, dtype: str, quantization: str) -> int:
+    """Return what ``rows`` of a region weigh on the wire."""
+    size = rows * columns * ITEMSIZE[dtype]
+    if quantization == "block":
+        size += SCALE_BYTES * -(-rows // BLOCK) * -(-columns // BLOCK)
+    return size
 
 
-def order_of(item: Operation) -> tuple[object, ...]:
-    """The natural order of operations, as a key: comparing dataclasses takes ten times as long."""
-    return (
-        item.source_rank,
-        item.target_rank,
-        item.tensor,
-        item.box.start,
-        item.box.stop,
-        item.source_param,
-        item.source_box.start,
-        item.target_param,
-        item.target_box.start,
-    )
+class Message(NamedTuple):
+    """What one rank sends another in one piece.
 
-
-def schedule(
-    operations: Iterable[Operation], max_operations: int, max_numel: int, rank: int | None = None
-) -> tuple[tuple[Operation, ...], ...]:
-    """Divide operations into rounds that all ranks go through in the same order.
-
-    In a round no rank has more than ``max_operations`` operations or ``max_numel`` elements, on
-    either end; larger operations are split by rows (a single row is never split). A rank that posts
-    its whole round before it waits cannot deadlock, since its peers' halves are in the same round.
-
-    Args:
-        rank: return only the operations of this rank, in those of the rounds that have any.
+    All ranks go through their messages in the order of `key`: the first unfinished one of all is
+    then posted on both its ends, whatever window each rank posts, so that none waits for ever. What
+    a rank forwards has a larger key than what brings it.
     """
-    pairs: dict[tuple[int, int], list[Operation]] = defaultdict(list)
-    for item in sorted(operations, key=order_of):
-        pairs[item.source_rank, item.target_rank].append(item)
-    # Interleave the pairs: lexicographic order would make every target wait for the first source.
-    size = 1 + max((max(pair) for pair in pairs), default=0)
-    order = sorted(pairs, key=lambda pair: ((pair[1] - pair[0]) % size, pair[0]))
-    active = [(*pair, _pieces(pairs[pair], max_numel)) for pair in order]
-    caps = (max_operations, max_numel)
-    sending: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
-    receiving: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
-    rounds: dict[int, list[Operation]] = defaultdict(list)
-    while active:
-        unfinished: list[tuple[int, int, Iterator[_Piece]]] = []
-        for source, target, pieces in active:
-            piece = next(pieces, None)
-            if piece is None:
-                continue
-            unfinished.append((source, target, pieces))
-            item, low, high, numel = piece
-            number = _place((sending[source], receiving[target]), numel, caps)
-            if rank in (None, source, target):
-                rounds[number].append(item if high == 0 else item.rows(low, high))
-        active = unfinished
-    return tuple(tuple(rounds[number]) for number in sorted(rounds))
 
+    source_rank: int
+    target_rank: int
+    items: tuple[Operation, ...]
+    step: int  # position in its pair's traffic, later by a lag for each hop
+    hop: int  # 0 from a trainer; of a forwarded one 1 or more
+    content: tuple[int, int, int]  # (route, stripe, piece): alike on every hop of the same bytes
 
-def _place(ends: tuple[list[int], list[int]], numel: int, caps: tuple[int, int]) -> int:
-    """Take an operation into the first round that neither end has passed or filled.
+    @property
+    def key(self) -> tuple[int, ...]:
+        # Interleave the pairs: in plain order every target would wait for the first source.
+        turn = (self.target_rank - self.source_rank) % (1 << 20)
+        return (self.step, turn, self.source_rank, self.target_rank, *self.content)
 
-    An end is the last round that a rank's sending or receiving takes part in, with the number of
-    its operations and elements there.
-    """
-    number = max(ends[0][0], ends[1][0])
-    for last, count, load in ends:
-        if last == number and count and (count >= caps[0] or load + numel > caps[1]):
-            number += 1
-            break
-    for end in ends:
-        if end[0] < number:
-            end[:] = (number, 1, numel)
-        else:
-            end[1] += 1
-            end[2] += numel
-    return number
+    @property
+    def nbytes(self) -> int:
+        return self.offsets[-1] + self.items[-1].nbytes
 
-
-_Piece = tuple[Operation, int, int, int]  # rows low to high (0, 0: all) and their elements
-
-
-def _pieces(items: Sequence[Operation], max_numel: int) -> Iterator[_Piece]:
-    for item in items:
-        numel = numel_of(item.box)
-        if numel <= max_numel:
-            yield item, 0, 0, numel
-            continue
-        count = item.box.stop[0] - item.box.start[0]
-        row = numel // count
-        step = max(1, max_numel // row)
-        for low in range(0, count, step):
-            high = min(low + step, count)
-            yield item, low, high, (high - low) * row
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each item begins in the message; aligned for any dtype."""
+        starts, at = [0], 0
+        for item in self.items[:-1]:
+            at += -(-item.nbytes // ALIGNMENT) * ALIGNMENT
+            starts.append(at)
+        return tuple(starts)

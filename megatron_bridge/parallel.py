@@ -8,6 +8,7 @@ of a stage anew: expert tensor parallelism fastest, then expert and expert data 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,9 @@ class TrainerLayout:
     sequence_parallel: bool = False  # split norms and residuals over the tp ranks
     num_layers_in_first_stage: int | None = None  # of an uneven pipeline
     num_layers_in_last_stage: int | None = None  # of an uneven pipeline
+    account_for_embedding: bool = False  # the embedding counts as a layer of the first stage
+    account_for_loss: bool = False  # the head counts as a layer of the last stage
+    pipeline_layout: str = ""  # Megatron's pipeline_model_parallel_layout, such as "Ett|tt|ttL"
     vocab_divisor: int = 128  # the vocabulary is padded to a multiple of this times tp
 
     @property
@@ -83,13 +87,34 @@ class TrainerLayout:
         return tuple(tuple(group) for group in groups)
 
 
+class Quantization(StrEnum):
+    """How a generator holds the matrices of its linear layers.
+
+    ``fake`` ones hold the values of the FP8 elements in the generator's own dtype: what an engine
+    without FP8 kernels can run.
+    """
+
+    NONE = "none"
+    FP8_BLOCK = "fp8_block"  # float8_e4m3fn, a scale for each 128 x 128 block
+    FP8_TENSOR = "fp8_tensor"  # float8_e4m3fn, a scale for each parameter
+    FAKE_FP8_BLOCK = "fake_fp8_block"
+    FAKE_FP8_TENSOR = "fake_fp8_tensor"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GeneratorLayout:
-    """How the generator's ranks divide: ``replicas`` engines of ``tp`` ranks each."""
+    """How the generator's ranks divide: ``replicas`` engines of ``tp`` x ``pp`` ranks each."""
 
     tp: int = 1  # tensor parallel ranks of one engine
+    pp: int = 1  # pipeline stages of one engine
+    ep: bool = False  # a rank holds whole experts instead of a part of each
     replicas: int = 1  # engines
+    quantization: Quantization = Quantization.NONE  # of the weights of linear layers
+
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.tp * self.pp
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.replicas
+        return self.ranks_per_replica * self.replicas

@@ -15,7 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megarl.config import RunConfig, load_config
+from megarl.config import RunConfig
+from megarl.config_file import load_config
 from tests.processes import run_ranks
 
 ROOT = Path(__file__).parents[1]

@@ -20,13 +20,15 @@ LEVELS = (
     {"megatron_bridge.runtime"},
     {"megarl.errors", "megarl.types", "megarl.topology"},
     {"megarl.config"},
+    {"megarl.config_file"},
     {"megarl.executors.base", "megarl.channels.base", "megarl.rollout", "megarl.algorithms"}
     | {"megarl.rewards", "megarl.data", "megarl.observe", "megarl.world"},
-    {"megarl.ddma", "megarl.checkpoint", "megarl.check"},
+    {"megarl.weights"},
+    {"megarl.ddma", "megarl.checkpoint", "megarl.check", "megarl.contract"},
     {"megarl.channels"},
     {"megarl.executors", "megarl.controller"},
     {"megarl.wiring"},
-    {"megarl.evaluate"},
+    {"megarl.evaluate", "megarl.doctor"},
     {"megarl.train"},
     {"launch"},
     {"megarl.cli"},
@@ -37,13 +39,19 @@ LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 # Names that only these files and folders may import or touch. The longest matching name wins.
 OBSERVE = ("megarl/observe/metrics.py",)
 RUNTIME = ("megatron_bridge/runtime/",)
-ENGINE = ("megarl/rollout/vllm_engine.py", "megarl/rollout/vllm_worker.py")
+ENGINE = (
+    "megarl/rollout/vllm_engine.py",
+    "megarl/rollout/vllm_worker.py",
+    "megarl/rollout/vllm_fp8.py",
+)
 ENVIRONMENT = (
     "launch/",
     "megarl/cli.py",
     "megarl/train.py",
     "megarl/world.py",
     "megarl/rollout/vllm_engine.py",  # vLLM reads its variables while it is imported
+    "tools/netlab.py",  # hands it on to processes
+    "tools/weight_rank.py",  # gloo reads its interface from it
 )
 PROCESS_GROUPS = (
     "megarl/channels/",
@@ -51,11 +59,14 @@ PROCESS_GROUPS = (
     "megarl/world.py",
     "launch/local.py",  # hosts the store at which the ranks meet
     "megarl/rollout/vllm_engine.py",  # checks the default group that vLLM is about to take over
+    "tools/weight_peers.py",
+    "tools/weight_rank.py",
+    "tools/weight_schemes.py",
     *RUNTIME,
 )
 ONLY_IN = {
     "apex": RUNTIME,
-    "megatron.core": RUNTIME,
+    "megatron.core": (*RUNTIME, "tools/mcore_planner.py", "tools/weight_peers.py"),  # to measure
     "os.environ": ENVIRONMENT,
     "os.getenv": ENVIRONMENT,
     "os.putenv": (),
@@ -73,6 +84,7 @@ ONLY_IN = {
 # What the command line needs to refuse a bad configuration; torch alone takes seconds to import.
 TORCH_FREE = (
     "megarl.config",
+    "megarl.config_file",
     "megarl.errors",
     "megarl.topology",
     "megatron_bridge.box",

@@ -16,23 +16,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.ddma.transports import (
-    CollectiveTransport,
-    Group,
-    LoopbackHub,
-    LoopbackTransport,
-    Transport,
-    Wait,
-)
+from megarl.ddma.transports.base import Transport
+from megarl.ddma.transports.collective import CollectiveTransport
+from megarl.ddma.transports.loopback import LoopbackHub, LoopbackTransport
+from megarl.world import Group, Wait
 from megatron_bridge.io.hf import HfWriter
-from megatron_bridge.layouts.hf import hf_manifest
+from megatron_bridge.layouts.hf import hf_side
 from megatron_bridge.models.families import canonical_tensors
-from megatron_bridge.operations import Operation, schedule
-from megatron_bridge.plan import plan
-from megatron_bridge.spec import ModelSpec, RankManifest
+from megatron_bridge.operations import Message
+from megatron_bridge.plan import PlanPolicy, plan
+from megatron_bridge.side import Side
+from megatron_bridge.spec import ModelSpec
 
-_ROUND_NUMEL = 1 << 24
-_ROUND_OPERATIONS = 256
+_EACH_ALONE = PlanPolicy(alone_bytes=1)  # no message carries regions of two tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +36,7 @@ class HfExport:
     """What to export and where to; alike on all trainer ranks."""
 
     spec: ModelSpec
-    manifests: tuple[RankManifest, ...]  # of all trainer ranks; ranks as in the group
+    side: Side  # of all trainer ranks; ranks as in the group
     dtype: torch.dtype  # of the written tensors
     source_folder: Path  # gives config.json and the tokenizer
     target_folder: Path  # must not exist
@@ -60,12 +56,13 @@ def export_hf(
     device = next(iter(params.values())).device
     transport: Transport
     if group is None:
-        transport = LoopbackTransport(LoopbackHub(), rank, export.dtype)
+        transport = LoopbackTransport(LoopbackHub(1), rank)
     else:
-        transport = CollectiveTransport(group, export.dtype, device, wait=wait)
-    operations: dict[str, list[Operation]] = defaultdict(list)
-    for item in plan(export.manifests, [hf_manifest(export.spec, 0)]).operations:
-        operations[item.tensor].append(item)
+        transport = CollectiveTransport(group, device, wait=wait)
+    dtype = str(export.dtype).removeprefix("torch.")
+    messages: dict[str, list[Message]] = defaultdict(list)
+    for message in plan(export.side, hf_side(export.spec, 0, dtype), _EACH_ALONE).messages(rank):
+        messages[message.items[0].tensor].append(message)
     writer = (
         HfWriter(export.source_folder, export.target_folder, export.max_shard_bytes)
         if rank == 0
@@ -76,9 +73,9 @@ def export_hf(
             whole = torch.empty(
                 tensor.shape if rank == 0 else (0,), dtype=export.dtype, device=device
             )
-            transport.register({**params, tensor.name: whole})
-            for items in schedule(operations[tensor.name], _ROUND_OPERATIONS, _ROUND_NUMEL):
-                transport.post(items)
+            transport.register({**params, tensor.name: whole}, messages[tensor.name])
+            transport.begin()
+            transport.post(messages[tensor.name])
             transport.wait()
             if files is not None:
                 files.add(tensor.name, whole)

@@ -16,15 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.checkpoint import StartPoint
 from megarl.config import RunConfig
+from megarl.contract import first_difference, poison, require_manifest
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.data.tokenizer import eos_id, load_model_tokenizer
-from megarl.errors import ChannelError
+from megarl.errors import ChannelError, WeightSyncError
 from megarl.executors.base import Executor
 from megarl.observe.trace import Tracer
 from megarl.rollout.engine import Engine, Sample, SampleRequest
 from megarl.topology import GENERATOR
 from megarl.types import Control, Message, MetricValues, Rollouts
+from megatron_bridge.spec import RankManifest
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class Replica:
 
     index: int
     count: int
+    manifest: RankManifest  # what this rank of it must hold
 
 
 def sampling_seed(seed: int, prompt_id: int, sample_id: int) -> int:
@@ -126,7 +130,7 @@ class GeneratorExecutor(Executor):
     def __init__(
         self,
         config: RunConfig,
-        start_step: int,
+        start: StartPoint,
         replica: Replica,
         make_engine: Callable[[], Engine],
         tracer: Tracer,
@@ -134,14 +138,15 @@ class GeneratorExecutor(Executor):
         self._config, self._replica, self._tracer = config, replica, tracer
         self._make_engine = make_engine
         self._running: Engine | None = None
-        self._start_step = start_step
-        self._batch_index = start_step
-        self.version = -1
+        self._start = start
+        self._batch_index = start.step
+        self.version = -1  # until the first weights have come
         self._received_bytes = 0
         self._evaluated = -1  # last version evaluated
         self._rollouts = to_rollouts((), (), 1)
         self._eval_rollouts = self._rollouts
         self._metrics: dict[str, float] = {}
+        self._contract: dict[str, float] = {}  # metrics of the start, reported with the first step
 
     def init(self) -> None:
         config = self._config
@@ -154,6 +159,9 @@ class GeneratorExecutor(Executor):
             else None
         )
         self._running = self._make_engine()  # last: data that cannot be used ends the run before
+        live, dtype = self._running.parameters(), getattr(torch, config.generator_dtype)
+        require_manifest(self._replica.manifest, live, dtype, self._running.transforms())
+        poison(live)
 
     def set_step(self, step: int) -> None:
         self._batch_index = step
@@ -182,9 +190,33 @@ class GeneratorExecutor(Executor):
         self._engine().poison()
 
     def commit_update(self, version: int, received_bytes: int) -> None:
+        if self.version < 0:
+            self._require_checkpoint()
         self._engine().commit(version)
         self.version = version
         self._received_bytes = received_bytes
+
+    def _require_checkpoint(self) -> None:
+        """Compare the first weights with the model folder, where they come from there.
+
+        Raises:
+            WeightSyncError: names the first element that differs; the engine stays poisoned.
+        """
+        live, manifest = self.get_model(), self._replica.manifest
+        self._contract["contract/parameters"] = float(len(live))
+        if self._start.trainer_folder is not None:
+            return
+        folder, dtype = Path(self._config.model.path), getattr(torch, self._config.model.dtype)
+        with self._tracer.span("contract"):
+            difference = first_difference(folder, manifest, live, dtype)
+        if difference is not None:
+            raise WeightSyncError(
+                f"after the first transfer rank {manifest.rank} does not hold the "
+                f"checkpoint: {difference}"
+            )
+        equal = sum(tensor.numel() * tensor.itemsize for tensor in live.values())
+        self._contract["contract/equal_bytes"] = float(equal)
+        logger.info("the first weights are those of %s: %d bytes, bit for bit", folder, equal)
 
     def step(self) -> None:
         """Evaluate where due, then sample this tick's batch; past the last batch do nothing."""
@@ -209,7 +241,8 @@ class GeneratorExecutor(Executor):
         )
         with self._tracer.span("gen"):
             self._rollouts = self._sample(self._mine(batch), config.rollout.n, 0, greedy=False)
-        self._metrics = self._step_metrics()
+        self._metrics = self._step_metrics() | self._contract
+        self._contract = {}
 
     def _mine(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         return list(prompts[self._replica.index :: self._replica.count])
@@ -218,8 +251,8 @@ class GeneratorExecutor(Executor):
         config = self._config
         if self._eval_prompts is None or self.version == self._evaluated:
             return False
-        if self.version == self._start_step:
-            return self._start_step == 0
+        if self.version == self._start.step:
+            return self._start.step == 0
         freq = config.eval.test_freq
         return self.version == config.max_steps or (freq > 0 and self.version % freq == 0)
 

@@ -18,10 +18,10 @@ from megarl import checkpoint
 from megarl.checkpoint import RunState, StartPoint
 from megarl.config import RunConfig
 from megarl.ddma.export import HfExport, export_hf
+from megarl.weights import run_spec
 from megarl.world import Group, Wait
 from megatron_bridge.io.hf import load_hf
-from megatron_bridge.layouts.megatron import megatron_manifest
-from megatron_bridge.models.families import load_spec
+from megatron_bridge.layouts.megatron import megatron_manifest, megatron_side
 from megatron_bridge.runtime import checkpoint as runtime_checkpoint
 from megatron_bridge.runtime import setup
 from megatron_bridge.runtime.model import MegatronModel, ModelSettings
@@ -67,7 +67,7 @@ class Policy:
         setup.initialize(layout, config.seed, config.fault.timeout_seconds)
         self._config, self._rank = config, rank
         self._source = Path(config.model.path)
-        self.spec = load_spec(self._source)
+        self.spec = run_spec(config)
         self._settings = ModelSettings(
             dtype=config.model.dtype,
             recompute=config.trainer.recompute,
@@ -82,7 +82,7 @@ class Policy:
     def _load(self, *, trainable: bool) -> MegatronModel:
         layout = self._config.trainer.layout
         model = MegatronModel(self.spec, layout, self._settings, trainable=trainable)
-        manifest = megatron_manifest(self.spec, layout, self._rank, fused_norms=model.fused_norms)
+        manifest = megatron_manifest(self.spec, layout, self._rank, te=model.fused_norms)
         load_hf(self._source, manifest, model.parameters())
         return model
 
@@ -115,13 +115,9 @@ class Policy:
     def export(self, link: ExportLink) -> None:
         """Write the model as a Hugging Face folder into the run folder."""
         layout = self._config.trainer.layout
-        manifests = tuple(
-            megatron_manifest(self.spec, layout, rank, fused_norms=self.model.fused_norms)
-            for rank in range(layout.world_size)
-        )
         export = HfExport(
             spec=self.spec,
-            manifests=manifests,
+            side=megatron_side(self.spec, layout, te=self.model.fused_norms),
             dtype=getattr(torch, self._config.model.dtype),
             source_folder=self._source,
             target_folder=self._config.folder / HF_FOLDER,

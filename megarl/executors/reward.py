@@ -141,6 +141,10 @@ class RewardExecutor(Executor):
             if "actor/loss" in record and "rollout/reward" in record:
                 self._sink(step, self._finish(self._records.pop(step)))
 
+    def record(self, step: int) -> dict[str, float]:
+        """Return what is known of a step that was not emitted, for a check that ends before."""
+        return dict(self._records.get(step, {}))
+
     def _note(self, sent: list[dict[str, float]]) -> None:
         """Keep what an executor's groups sent for one step: replicas' numbers as their mean."""
         told = [metrics for metrics in sent if metrics]
@@ -248,6 +252,8 @@ def reward_item(prompt: Prompt, response: str, finished: bool) -> RewardItem:
 def _empty_batch() -> TrainBatch:
     none = torch.zeros(0, dtype=torch.int64)
     return TrainBatch(
+        prompt_ids=none,
+        sample_ids=none,
         lengths=none,
         tokens=none,
         loss_mask=none.float(),
@@ -285,6 +291,8 @@ def _train_batch(rollouts: Rollouts, advantages_B: Tensor, part: Part) -> TrainB
     versions = take(rollouts.versions)
     lengths = rollouts.lengths[rows]
     return TrainBatch(
+        prompt_ids=rollouts.prompt_ids[rows],
+        sample_ids=rollouts.sample_ids[rows],
         lengths=lengths,
         tokens=take(rollouts.tokens),
         loss_mask=(versions >= 0).float(),

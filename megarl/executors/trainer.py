@@ -17,6 +17,7 @@ from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.losses import metrics_from_sums, policy_loss
 from megarl.checkpoint import StartPoint
 from megarl.config import Mode, RunConfig
+from megarl.contract import error_bounds, merge_errors, require_agreement, token_errors
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
 from megarl.executors.policy import ExportLink, Policy, peak_memory_gib
@@ -82,6 +83,7 @@ class TrainerExecutor(Executor):
         self._metrics: dict[str, float] = {}
         self._batch: TrainBatch | None = None
         self._reference: MegatronModel | None = None
+        self._agreed = False  # with the generators, on the first batch
         self._tick_began = time.monotonic()
 
     def init(self) -> None:
@@ -119,6 +121,8 @@ class TrainerExecutor(Executor):
             return
         self._require_fresh(self._batch)
         parts = micro_batches(self._batch)
+        if not self._agreed:
+            self.check_agreement()
         temperature = self._config.rollout.temperature
         with self._tracer.span("update_actor"):
             if self._reference is not None:
@@ -127,10 +131,45 @@ class TrainerExecutor(Executor):
                 parts, self._loss, temperature=temperature, entropy=True
             )
         self.policy.version += 1
-        self._metrics = self._step_metrics(result)
+        self._metrics |= self._step_metrics(result)
         logger.info(
             "step %d: loss %.5f, grad norm %.4f", self.version, result.loss, result.grad_norm
         )
+
+    def check_agreement(self) -> None:
+        """Compare with the generators' log-probabilities of the first batch; report metrics.
+
+        One forward pass; every trainer rank enters, and all of them raise alike.
+
+        Raises:
+            ContractError: the difference is above the bounds; names the worst token.
+            ChannelError: no batch, or one that another version sampled.
+        """
+        batch = self._batch
+        if batch is None or not bool(
+            ((batch.versions == self.version) | (batch.loss_mask == 0)).all()
+        ):
+            raise ChannelError(f"no first batch sampled by version {self.version} to compare with")
+        layout = self._config.trainer.layout
+        with self._tracer.span("contract"):
+            logprobs = self.policy.model.logprobs(
+                micro_batches(batch), self._config.rollout.temperature
+            )
+            found = merge_errors(setup.gather(token_errors(batch, logprobs)), layout.tp * layout.cp)
+        require_agreement(found, error_bounds(self._config))
+        logger.info(
+            "log-probabilities agree with the generators': %.2e at most, mean %.2e, %d tokens",
+            found.largest,
+            found.mean,
+            found.num_tokens,
+        )
+        self._agreed = True
+        self._metrics = {
+            "step": float(self.version + 1),
+            "contract/max_logprob_error": found.largest,
+            "contract/mean_logprob_error": found.mean,
+            "contract/tokens": float(found.num_tokens),
+        }
 
     def _require_fresh(self, batch: TrainBatch) -> None:
         """Assert the staleness bound where tokens are consumed."""

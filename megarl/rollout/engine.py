@@ -75,6 +75,12 @@ class Engine(ABC):
         """Return the live parameters by the engine's own names, to be written in place."""
 
     @abstractmethod
+    def transforms(self) -> dict[str, str]:
+        """Return layer -> what was made of its weights after loading, where they are not used as
+        they lie: writing into its parameters is then not enough.
+        """
+
+    @abstractmethod
     def poison(self) -> None:
         """Declare that weights are being written: nothing is sampled until `commit`."""
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,11 +24,13 @@ from torch import Tensor
 
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.rollout.engine import Engine, Sample, SampleRequest
+from megatron_bridge.parallel import Quantization
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
+_LATENT_PARTS = ("W_UV", "W_UK_T")
 _MIN_BATCHED_TOKENS = 8192  # prompt tokens prefilled in one step; vLLM's own default on GPUs
 
 
@@ -46,9 +48,15 @@ class EngineSettings:
     enforce_eager: bool
     prefix_caching: bool
     job: str  # name of this run and replica, for error messages
+    quantization: Quantization = Quantization.NONE  # of the weights of linear layers
+    ep: bool = False  # ranks divide the number of experts, not each expert
     load_weights: bool = False  # True: read them from model_path; False: wait for a commit
 
     def __post_init__(self) -> None:
+        if self.ep and not torch.cuda.is_available():
+            raise ConfigError(
+                "generator.layout.ep needs GPUs: vLLM's CPU build has no kernel for it"
+            )
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"engine dtype is {self.dtype!r}, expected float32 or bfloat16")
         for name in ("tp", "max_model_len", "max_running_sequences", "kv_cache_bytes"):
@@ -83,6 +91,7 @@ class VllmEngine(Engine):
         _check_world(settings)
         on_gpu = torch.cuda.is_available()
         _set_environment(on_gpu)
+        from megarl.rollout.vllm_fp8 import keep_fp8_weights_live
         from megarl.rollout.vllm_worker import (
             StatelessSampler,
             drop_message_queue,
@@ -97,11 +106,18 @@ class VllmEngine(Engine):
         keep_default_group()
         if not on_gpu:
             keep_cpu_weights_live()
+            keep_fp8_weights_live()
         with _own_random_state():
             self._llm = _build(settings, on_gpu)
         self._core = self._llm.engine_core
         runner = self._llm.model_executor.driver_worker.worker.model_runner
         self._model: torch.nn.Module = runner.model
+        # Latent attention multiplies by matrices made of its kv_b_proj, anew at each commit.
+        self._latent: list[tuple[str, Any]] = [
+            (name, layer)
+            for name, layer in self._model.named_modules()
+            if all(hasattr(layer, part) for part in _LATENT_PARTS)
+        ]
         self._max_model_len = settings.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
         drop_message_queue()
@@ -111,7 +127,18 @@ class VllmEngine(Engine):
 
     def parameters(self) -> dict[str, Tensor]:
         self._require_open()
-        return {name: _matrix(weight.data) for name, weight in self._model.named_parameters()}
+        derived = {f"{name}.{part}" for name, _ in self._latent for part in _LATENT_PARTS}
+        return {
+            name: _matrix(weight.data)
+            for name, weight in self._model.named_parameters()
+            if name not in derived
+        }
+
+    def transforms(self) -> dict[str, str]:
+        self._require_open()
+        from megarl.rollout.vllm_worker import transformed_layers
+
+        return transformed_layers(self._model)
 
     def poison(self) -> None:
         self._require_open()
@@ -128,6 +155,8 @@ class VllmEngine(Engine):
             raise WeightSyncError(
                 f"{self._job}: cannot commit version {version}: vLLM's prefix cache is in use and was not reset"
             )
+        for _, attention in self._latent:
+            attention.process_weights_after_loading(self._llm.model_config.dtype)
         self._core.reset_mm_cache()
         self._core.reset_encoder_cache()
         self._version = version
@@ -166,7 +195,7 @@ class VllmEngine(Engine):
         self._state = _State.CLOSED
         self._partials.clear()
         self._core.shutdown()
-        del self._llm, self._core, self._model
+        del self._llm, self._core, self._model, self._latent
 
     def _require_open(self) -> None:
         if self._state is _State.CLOSED:
@@ -223,7 +252,11 @@ class VllmEngine(Engine):
 
 
 def _matrix(weight: Tensor) -> Tensor:
-    """Return a weight, or a view of a stack of experts' weights as one matrix."""
+    """Return a weight as layouts describe it: a stack of matrices as one, [out, in], not a scalar."""
+    if weight.dim() == 2 and not weight.is_contiguous():
+        return weight.t()  # per-tensor FP8 is kept as a transposed view
+    if weight.dim() == 0:
+        return weight.view(1)
     return weight.view(-1, weight.shape[-1]) if weight.dim() > 2 else weight
 
 
@@ -249,6 +282,7 @@ def _set_environment(on_gpu: bool) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if on_gpu:
+        os.environ["VLLM_USE_DEEP_GEMM"] = "0"  # its kernels rewrite FP8 weights and scales
         return
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # else the first step compiles for 15 s
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # `auto` fails for tp 2 on one NUMA node
@@ -274,6 +308,7 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from megarl.rollout.vllm_fp8 import quantization_overrides
     from megarl.rollout.vllm_worker import GlooExecutor
 
     arguments = EngineArgs(
@@ -288,6 +323,8 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
         enable_prefix_caching=settings.prefix_caching,
         enforce_eager=settings.enforce_eager or not on_gpu,
         tensor_parallel_size=settings.tp,
+        enable_expert_parallel=settings.ep,
+        hf_overrides=quantization_overrides(settings.quantization),
         distributed_executor_backend="external_launcher" if on_gpu else GlooExecutor,
         logprobs_mode="processed_logprobs",  # after the temperature
         skip_tokenizer_init=True,
@@ -295,6 +332,8 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
         async_scheduling=False,  # a step returns its own tokens, so a commit has none in flight
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        # the CPU build's own rotation of latent attention's queries is wrong: torch's is used
+        compilation_config={} if on_gpu else {"custom_ops": ["-rotary_embedding"]},  # type: ignore
         # other kernels swap or shuffle the rows of experts, which would arrive in another order
         moe_backend="triton" if on_gpu else "auto",
     )

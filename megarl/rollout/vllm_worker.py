@@ -15,12 +15,26 @@ import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from megarl.errors import ConfigError
+from megarl.rollout.vllm_fp8 import is_plain
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+# Kernels that read experts' weights as they lie (on CPUs: once left unpacked, see below).
+_PLAIN_EXPERTS = (
+    UnquantizedMoeBackend.TRITON,
+    UnquantizedMoeBackend.BATCHED_TRITON,
+    UnquantizedMoeBackend.CPU,
+)
 
 
 def _use_weight_in_place(layer: Any, remove_weight: bool) -> None:
@@ -69,6 +83,28 @@ def keep_cpu_weights_live() -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = _use_weight_in_place
     CPUUnquantizedExperts.process_weights_after_loading = _leave_experts_unpacked
     CPUUnquantizedExperts.apply = _apply_unpacked_experts  # pyright: ignore
+
+
+def transformed_layers(model: torch.nn.Module) -> dict[str, str]:
+    """Return layer -> method, where vLLM does not compute with a layer's weights as they lie."""
+    found: dict[str, str] = {}
+    for name, layer in model.named_modules():
+        if not layer._parameters:  # of an attention layer, the method concerns the KV cache
+            continue
+        method: Any = getattr(layer, "quant_method", None)
+        product = getattr(layer, "cpu_linear", torch.nn.functional.linear)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            if method.unquantized_backend not in _PLAIN_EXPERTS:
+                found[name] = f"the {method.unquantized_backend.value} kernel"
+        elif product is not torch.nn.functional.linear:
+            found[name] = "packing its weights"
+        elif (
+            method is not None
+            and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+            and not is_plain(method)
+        ):
+            found[name] = type(method).__name__
+    return found
 
 
 def _destroy_own_groups() -> None:

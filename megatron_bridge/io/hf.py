@@ -1,14 +1,15 @@
 """Hugging Face folders: reading a rank's own byte ranges, and writing sharded safetensors.
 
-`load_hf` fills live parameters of any layout (called by the runtime on every rank); `HfWriter`
-streams whole tensors into a new folder (called by `megarl.ddma.export` and converters on one rank).
+`load_hf` fills live parameters of any layout (called by the runtime on every rank), `stream_params`
+says what they must hold (called by `megarl.contract`); `HfWriter` streams whole tensors into a new
+folder (called by `megarl.ddma.export` and converters on one rank).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -130,6 +131,25 @@ def load_hf(folder: Path, manifest: RankManifest, params: Mapping[str, Tensor]) 
                 live.zero_()
             for shard in param.shards:
                 live[shard.local.slices].copy_(checkpoint.read(shard))
+
+
+def stream_params(
+    folder: Path, manifest: RankManifest, dtype_of: Callable[[LocalParam], torch.dtype]
+) -> Iterator[tuple[LocalParam, Tensor]]:
+    """Yield each parameter with the values the checkpoint gives it; padding is zero.
+
+    One parameter is in memory at a time.
+
+    Raises:
+        ConversionError: as `load_hf`.
+    """
+    with ExitStack() as files:
+        checkpoint = _Checkpoint(folder, files)
+        for param in manifest.params:
+            values = torch.zeros(param.shape, dtype=dtype_of(param))
+            for shard in param.shards:
+                values[shard.local.slices].copy_(checkpoint.read(shard))
+            yield param, values
 
 
 def _has_padding(param: LocalParam) -> bool:

@@ -78,4 +78,4 @@ def whole(name: str, tensor: CanonicalTensor) -> LocalParam:
     """Return the parameter that is the whole tensor."""
     box = Box.of_shape(tensor.shape)
     shard = Shard(tensor=tensor.name, box=box, param=name, local=box)
-    return LocalParam(name=name, shape=tensor.shape, shards=(shard,))
+    return LocalParam(name=name, shape=tensor.shape, shards=(shard,), dtype=tensor.dtype)

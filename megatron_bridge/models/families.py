@@ -1,191 +1,30 @@
-"""The table of model families, and reading one from a Hugging Face ``config.json``.
+"""A model's sizes from its Hugging Face ``config.json``, and its tensors from its sizes.
 
-A family is a row of `FAMILIES`, not code: what it adds to the plain transformer and which values of
-its configuration this project cannot honour. Layouts, the runtime and converters call this module.
+Layouts, the runtime and converters call this module; what families differ in is in `table`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
 
 from megatron_bridge.errors import ConversionError
-from megatron_bridge.spec import CanonicalTensor, ModelSpec, Part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertNames:
-    """How a family's checkpoint names a layer's experts, and its configuration their sizes."""
-
-    block: str  # of the layer: holds "gate" and "experts"
-    gate: str
-    up: str
-    down: str
-    ffn_key: str
-    norm_topk: bool | None = None  # None: as "norm_topk_prob" says
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One row: ``required`` maps a configuration key to the values that we can honour.
-
-    A key that the configuration lacks is honoured: Hugging Face's default is then meant.
-    """
-
-    name: str  # `ModelSpec.family`
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None  # default where the configuration has none
-    rope_theta: float = 1e4  # likewise
-    experts: ExpertNames | None = None  # None: a dense model
-    required: tuple[tuple[str, tuple[object, ...]], ...] = ()
-
-
-_NO_BIAS = (("attention_bias", (False, None)), ("mlp_bias", (False, None)))
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(name="llama", required=_NO_BIAS),
-    "mistral": Family(name="llama", required=_NO_BIAS),
-    "qwen2": Family(name="qwen2", qkv_bias=True),
-    "qwen3": Family(name="qwen3", qk_norm=True, head_dim=128, required=_NO_BIAS),
-    "qwen3_moe": Family(
-        name="qwen3_moe",
-        qk_norm=True,
-        experts=ExpertNames(
-            block="mlp",
-            gate="gate_proj",
-            up="up_proj",
-            down="down_proj",
-            ffn_key="moe_intermediate_size",
-        ),
-        required=(
-            *_NO_BIAS,
-            ("decoder_sparse_step", (1, None)),
-            ("mlp_only_layers", ([], None)),
-        ),
-    ),
-    "mixtral": Family(
-        name="mixtral",
-        rope_theta=1e6,
-        experts=ExpertNames(
-            block="block_sparse_moe",
-            gate="w1",
-            up="w3",
-            down="w2",
-            ffn_key="intermediate_size",
-            norm_topk=True,
-        ),
-        required=(("router_jitter_noise", (0.0, None)),),
-    ),
-}
-_REQUIRED = (
-    ("hidden_act", ("silu", None)),
-    ("quantization_config", (None,)),
-    ("partial_rotary_factor", (1, 1.0, None)),
+from megatron_bridge.models.fields import (
+    Config,
+    count,
+    latent_attention,
+    mixture,
+    number,
+    refuse,
+    rope,
 )
-_LLAMA3_ROPE_KEYS = (
-    "factor",
-    "high_freq_factor",
-    "low_freq_factor",
-    "original_max_position_embeddings",
-)
-
-Number = TypeVar("Number", int, float)
+from megatron_bridge.models.table import FAMILIES
+from megatron_bridge.spec import CanonicalTensor, LatentAttention, ModelSpec, Part
 
 
-def _number(
-    config: Mapping[str, object], key: str, kind: type[Number], default: Number | None = None
-) -> Number:
-    value = config.get(key)
-    if value is None:
-        value = default
-    allowed = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
-        raise ConversionError(f"config.json: {key} is {value!r}, expected a positive number")
-    return kind(value)
-
-
-def _refuse(config: Mapping[str, object], family: Family) -> None:
-    for key, allowed in (*_REQUIRED, *family.required):
-        if config.get(key) not in allowed:
-            raise ConversionError(
-                f"config.json: {key} = {config[key]!r} of {config['model_type']!r} is not "
-                f"supported, expected {allowed[0]!r}"
-            )
-    window = config.get("sliding_window")
-    used = config.get("use_sliding_window", True) and isinstance(window, int)
-    if (
-        used
-        and isinstance(window, int)
-        and window < _number(config, "max_position_embeddings", int)
-    ):
-        raise ConversionError(
-            f"config.json: sliding_window = {window} is not supported, expected null"
-        )
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
-        raise ConversionError(
-            f"config.json: layer_types {sorted(set(kinds))} are not supported, "
-            "expected 'full_attention' only"
-        )
-
-
-def _rope(
-    config: Mapping[str, object], default: float
-) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """Return theta and the llama3 scaling; transformers 5 writes both into ``rope_parameters``."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise ConversionError(
-            f"config.json: rope parameters are {parameters!r}, expected a mapping"
-        )
-    theta = _number(
-        {"rope_theta": config.get("rope_theta"), **parameters}, "rope_theta", float, default
-    )
-    partial = parameters.get("partial_rotary_factor", 1)
-    if partial not in (1, None):
-        raise ConversionError(
-            f"config.json: partial_rotary_factor = {partial!r} is not supported, expected 1"
-        )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return theta, ()
-    if kind != "llama3":
-        raise ConversionError(
-            f"config.json: rope_type {kind!r} is not supported, expected 'default' or 'llama3'"
-        )
-    return theta, tuple((key, _number(parameters, key, float)) for key in _LLAMA3_ROPE_KEYS)
-
-
-def _experts(config: Mapping[str, object], names: ExpertNames | None) -> dict[str, Any]:
-    """Return the fields of `ModelSpec` that a dense model leaves alone."""
-    if names is None:
-        return {}
-    key = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers 5
-    num_experts = _number(config, key, int)
-    chosen = _number(config, "num_experts_per_tok", int)
-    norm_topk = names.norm_topk
-    if norm_topk is None:
-        norm_topk = bool(config.get("norm_topk_prob", False))
-    # A single expert of normalized weight has weight 1: its router could not learn.
-    if chosen > num_experts or (chosen == 1 and norm_topk):
-        raise ConversionError(
-            f"config.json: num_experts_per_tok = {chosen} of {num_experts} experts is not "
-            f"supported, expected {2 if norm_topk else 1}..{num_experts}"
-        )
-    return {
-        "num_experts": num_experts,
-        "experts_per_token": chosen,
-        "moe_ffn_size": _number(config, names.ffn_key, int),
-        "norm_topk": norm_topk,
-    }
-
-
-def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
+def spec_from_hf(config: Config) -> ModelSpec:
     """Return the sizes of the model that a parsed ``config.json`` describes.
 
     Raises:
@@ -198,35 +37,48 @@ def spec_from_hf(config: Mapping[str, object]) -> ModelSpec:
             f"config.json: model_type {model_type!r} is not supported, "
             f"expected one of {', '.join(FAMILIES)}"
         )
-    _refuse(config, family)
-    theta, scaling = _rope(config, family.rope_theta)
-    hidden_size = _number(config, "hidden_size", int)
-    num_heads = _number(config, "num_attention_heads", int)
-    num_kv_heads = _number(config, "num_key_value_heads", int, num_heads)
+    refuse(config, family)
+    theta, scaling = rope(config, family)
+    hidden_size = number(config, "hidden_size", int)
+    num_heads = number(config, "num_attention_heads", int)
+    num_kv_heads = number(config, "num_key_value_heads", int, num_heads)
     if num_heads % num_kv_heads:
         raise ConversionError(
             f"config.json: num_key_value_heads {num_kv_heads} does not divide "
             f"num_attention_heads {num_heads}"
         )
-    return ModelSpec(
+    mla = latent_attention(config) if family.mla else None
+    if mla:  # what such a configuration calls head_dim is that of the rotary part
+        head_dim = mla.nope_head_dim + mla.rope_head_dim
+    else:
+        head_dim = number(config, "head_dim", int, family.head_dim or hidden_size // num_heads)
+    spec = ModelSpec(
         family=family.name,
-        vocab_size=_number(config, "vocab_size", int),
+        vocab_size=number(config, "vocab_size", int),
         hidden_size=hidden_size,
-        ffn_size=_number(config, "intermediate_size", int),
-        num_layers=_number(config, "num_hidden_layers", int),
+        ffn_size=number(config, "intermediate_size", int),
+        num_layers=number(config, "num_hidden_layers", int),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_number(config, "head_dim", int, family.head_dim or hidden_size // num_heads),
-        norm_eps=_number(config, "rms_norm_eps", float, 1e-6),
+        head_dim=head_dim,
+        norm_eps=number(config, "rms_norm_eps", float, 1e-6),
         rope_theta=theta,
-        max_positions=_number(config, "max_position_embeddings", int),
+        max_positions=number(config, "max_position_embeddings", int),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         rope_scaling=scaling,
-        initializer_range=_number(config, "initializer_range", float, 0.02),
-        **_experts(config, family.experts),
+        initializer_range=number(config, "initializer_range", float, 0.02),
+        mla=mla,
+        num_mtp_layers=count(config, "num_nextn_predict_layers"),
+        **(mixture(config, family.experts) if family.experts else {}),
     )
+    if spec.num_experts and spec.first_dense_layers >= spec.num_layers:
+        raise ConversionError(
+            f"config.json: first_k_dense_replace = {spec.first_dense_layers} leaves none of "
+            f"{spec.num_layers} layers to experts"
+        )
+    return spec
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -252,39 +104,56 @@ def load_spec(folder: Path) -> ModelSpec:
         raise ConversionError(f"{folder}: {error}") from error
 
 
-_Row = tuple[str, Part, tuple[int, ...], int | None]  # suffix, part, shape, expert
+_Row = tuple[str, Part, tuple[int, ...]]  # suffix, part, shape
 
 
-def _mlp_rows(spec: ModelSpec) -> list[_Row]:
-    """Return the rows of a dense layer's MLP, or of its router and experts."""
-    hidden, names = spec.hidden_size, FAMILIES[spec.family].experts
-    if names is None:
-        up, down = (spec.ffn_size, hidden), (hidden, spec.ffn_size)
-        return [
-            ("mlp.gate_proj.weight", Part.GATE, up, None),
-            ("mlp.up_proj.weight", Part.UP, up, None),
-            ("mlp.down_proj.weight", Part.DOWN, down, None),
-        ]
-    up, down = (spec.moe_ffn_size, hidden), (hidden, spec.moe_ffn_size)
-    rows: list[_Row] = [
-        (f"{names.block}.gate.weight", Part.ROUTER, (spec.num_experts, hidden), None)
+def _mlp_rows(
+    at: str, names: tuple[str, str, str], parts: str, shape: tuple[int, int]
+) -> list[_Row]:
+    """Return gate, up and down of an MLP; ``shape`` is (its size, hidden size)."""
+    return [
+        (f"{at}{names[0]}.weight", Part(f"{parts}gate"), shape),
+        (f"{at}{names[1]}.weight", Part(f"{parts}up"), shape),
+        (f"{at}{names[2]}.weight", Part(f"{parts}down"), shape[::-1]),
     ]
-    for expert in range(spec.num_experts):
-        prefix = f"{names.block}.experts.{expert}."
-        rows += [
-            (f"{prefix}{names.gate}.weight", Part.EXPERT_GATE, up, expert),
-            (f"{prefix}{names.up}.weight", Part.EXPERT_UP, up, expert),
-            (f"{prefix}{names.down}.weight", Part.EXPERT_DOWN, down, expert),
-        ]
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _dense_rows(spec: ModelSpec) -> list[_Row]:
+    return _mlp_rows("mlp.", _PROJECTIONS, "", (spec.ffn_size, spec.hidden_size))
+
+
+def _router_rows(spec: ModelSpec) -> list[_Row]:
+    """Return the rows of a layer's router and shared expert."""
+    hidden, experts = spec.hidden_size, FAMILIES[spec.family].experts
+    assert experts is not None, "a spec with experts comes from a family with experts"
+    block = experts.block
+    rows: list[_Row] = [(f"{block}.gate.weight", Part.ROUTER, (spec.num_experts, hidden))]
+    if spec.router_bias:
+        bias = f"{block}.gate.e_score_correction_bias"
+        rows.append((bias, Part.ROUTER_BIAS, (spec.num_experts,)))
+    if experts.shared:
+        shared, size = experts.shared, (spec.shared_ffn_size, hidden)
+        rows += _mlp_rows(f"{block}.{shared.block}.", _PROJECTIONS, "shared_", size)
+        if shared.switch:
+            rows.append((f"{block}.{shared.switch}.weight", Part.SHARED_SWITCH, (1, hidden)))
     return rows
 
 
-def _layer_rows(spec: ModelSpec) -> list[_Row]:
-    """Return the rows of one layer's tensors."""
+def _expert_rows(spec: ModelSpec, expert: int) -> list[_Row]:
+    experts = FAMILIES[spec.family].experts
+    assert experts is not None, "a spec with experts comes from a family with experts"
+    names = (experts.gate, experts.up, experts.down)
+    size = (spec.moe_ffn_size, spec.hidden_size)
+    return _mlp_rows(f"{experts.block}.experts.{expert}.", names, "expert_", size)
+
+
+def _attention_rows(spec: ModelSpec) -> list[_Row]:
     hidden, head = spec.hidden_size, spec.head_dim
     query, key = spec.num_heads * head, spec.num_kv_heads * head
-    rows: list[tuple[str, Part, tuple[int, ...]]] = [
-        ("input_layernorm.weight", Part.INPUT_NORM, (hidden,)),
+    rows: list[_Row] = [
         ("self_attn.q_proj.weight", Part.Q, (query, hidden)),
         ("self_attn.k_proj.weight", Part.K, (key, hidden)),
         ("self_attn.v_proj.weight", Part.V, (key, hidden)),
@@ -300,20 +169,71 @@ def _layer_rows(spec: ModelSpec) -> list[_Row]:
             ("self_attn.q_norm.weight", Part.Q_NORM, (head,)),
             ("self_attn.k_norm.weight", Part.K_NORM, (head,)),
         ]
-    rows += [
-        ("self_attn.o_proj.weight", Part.O, (hidden, query)),
-        ("post_attention_layernorm.weight", Part.POST_ATTENTION_NORM, (hidden,)),
+    return [*rows, ("self_attn.o_proj.weight", Part.O, (hidden, query))]
+
+
+def _latent_rows(spec: ModelSpec, mla: LatentAttention) -> list[_Row]:
+    hidden, heads, q_rank, kv_rank = (
+        spec.hidden_size,
+        spec.num_heads,
+        mla.q_lora_rank,
+        mla.kv_lora_rank,
+    )
+    query = heads * spec.head_dim
+    rows: list[_Row] = [("self_attn.q_proj.weight", Part.MLA_Q, (query, hidden))]
+    if q_rank is not None:
+        rows = [
+            ("self_attn.q_a_proj.weight", Part.MLA_Q_DOWN, (q_rank, hidden)),
+            ("self_attn.q_a_layernorm.weight", Part.MLA_Q_NORM, (q_rank,)),
+            ("self_attn.q_b_proj.weight", Part.MLA_Q_UP, (query, q_rank)),
+        ]
+    key_value = heads * (mla.nope_head_dim + mla.v_head_dim)
+    return [
+        *rows,
+        (
+            "self_attn.kv_a_proj_with_mqa.weight",
+            Part.MLA_KV_DOWN,
+            (kv_rank + mla.rope_head_dim, hidden),
+        ),
+        ("self_attn.kv_a_layernorm.weight", Part.MLA_KV_NORM, (kv_rank,)),
+        ("self_attn.kv_b_proj.weight", Part.MLA_KV_UP, (key_value, kv_rank)),
+        ("self_attn.o_proj.weight", Part.O, (hidden, heads * mla.v_head_dim)),
     ]
-    return [*((*row, None) for row in rows), *_mlp_rows(spec)]
+
+
+def _mtp_rows(spec: ModelSpec) -> list[_Row]:
+    """Return what a multi-token-prediction layer has beside a transformer layer."""
+    hidden = spec.hidden_size
+    return [
+        ("enorm.weight", Part.MTP_EMBEDDING_NORM, (hidden,)),
+        ("hnorm.weight", Part.MTP_HIDDEN_NORM, (hidden,)),
+        ("eh_proj.weight", Part.MTP_PROJECTION, (hidden, 2 * hidden)),
+        ("shared_head.norm.weight", Part.MTP_FINAL_NORM, (hidden,)),
+    ]
+
+
+def _layer_rows(spec: ModelSpec, layer: int) -> Iterator[tuple[_Row, int | None]]:
+    """Yield the rows of one layer's tensors, each with its expert."""
+    norm = (spec.hidden_size,)
+    rows: list[_Row] = _mtp_rows(spec) if layer >= spec.num_layers else []
+    rows.append(("input_layernorm.weight", Part.INPUT_NORM, norm))
+    rows += _latent_rows(spec, spec.mla) if spec.mla else _attention_rows(spec)
+    rows.append(("post_attention_layernorm.weight", Part.POST_ATTENTION_NORM, norm))
+    rows += _router_rows(spec) if spec.has_experts(layer) else _dense_rows(spec)
+    yield from ((row, None) for row in rows)
+    for expert in range(spec.num_experts) if spec.has_experts(layer) else ():
+        yield from ((row, expert) for row in _expert_rows(spec, expert))
 
 
 @lru_cache(maxsize=8)
 def canonical_tensors(spec: ModelSpec) -> tuple[CanonicalTensor, ...]:
-    """Return every tensor of the model's checkpoint, in a fixed order; a tied model has no head."""
+    """Return every tensor of the model's checkpoint, in a fixed order; a tied model has no head.
+
+    What a checkpoint holds twice (`mtp_aliases`) is there once.
+    """
     vocab = (spec.vocab_size, spec.hidden_size)
     tensors = [CanonicalTensor(name="model.embed_tokens.weight", part=Part.EMBEDDING, shape=vocab)]
-    rows = _layer_rows(spec)
-    for layer in range(spec.num_layers):
+    for layer in range(spec.num_layers + spec.num_mtp_layers):
         tensors += [
             CanonicalTensor(
                 name=f"model.layers.{layer}.{suffix}",
@@ -321,11 +241,22 @@ def canonical_tensors(spec: ModelSpec) -> tuple[CanonicalTensor, ...]:
                 shape=shape,
                 layer=layer,
                 expert=expert,
+                dtype="float32" if part is Part.ROUTER_BIAS else "",
             )
-            for suffix, part, shape, expert in rows
+            for (suffix, part, shape), expert in _layer_rows(spec, layer)
         ]
     norm = (spec.hidden_size,)
     tensors.append(CanonicalTensor(name="model.norm.weight", part=Part.FINAL_NORM, shape=norm))
     if not spec.tied_embeddings:
         tensors.append(CanonicalTensor(name="lm_head.weight", part=Part.HEAD, shape=vocab))
     return tuple(tensors)
+
+
+def mtp_aliases(spec: ModelSpec) -> dict[str, str]:
+    """Return names under which multi-token-prediction layers repeat the embedding and the head."""
+    head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
+    aliases: dict[str, str] = {}
+    for layer in range(spec.num_layers, spec.num_layers + spec.num_mtp_layers):
+        aliases[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        aliases[f"model.layers.{layer}.shared_head.head.weight"] = head
+    return aliases

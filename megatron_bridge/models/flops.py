@@ -14,7 +14,7 @@ def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
 
     6 per weight and token (2 forward, 4 backward), and causal attention's two products,
     2 x 2 x length^2 / 2 a layer and query feature forward, thrice that in all (PaLM, appendix B,
-    halved for the causal mask). Of a layer's experts only those that a token goes through count.
+    halved for the causal mask; with latent attention a value has fewer features than a query). Of a layer's experts only those that a token goes through count.
     Recomputation is not counted: it is not model work.
     """
     used = spec.experts_per_token / spec.num_experts if spec.num_experts else 1.0
@@ -23,5 +23,6 @@ def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
         for tensor in canonical_tensors(spec)
         if len(tensor.shape) > 1
     )
-    attention = 6 * spec.num_layers * spec.num_heads * spec.head_dim
+    features = (spec.head_dim + spec.mla.v_head_dim) / 2 if spec.mla else spec.head_dim
+    attention = 6 * spec.num_layers * spec.num_heads * features
     return float(sum(6 * weights * length + attention * length**2 for length in lengths))

@@ -110,7 +110,8 @@ class _Rotate(torch.autograd.Function):
 class PackedAttention(MegatronModule):
     """Core attention of the local spec: rotary, causal within each packed sequence, grouped queries.
 
-    Takes query [T, h, d], key and value [T, g, d] before rotary embedding; returns [T, h * d].
+    Takes query [T, h, d], key [T, g, d] and value [T, g, d'] before rotary embedding (latent
+    attention: after it, since it rotates only a part of each head); returns [T, h * d'].
     """
 
     def __init__(
@@ -147,9 +148,14 @@ class PackedAttention(MegatronModule):
             chosen = tensor.index_select(0, positions)
             return chosen.view(num_sequences, size, *tensor.shape[1:])
 
+        def rotated(tensor: Tensor) -> Tensor:
+            if self.config.multi_latent_attention:
+                return tensor
+            return _Rotate.apply(tensor, *rotation)  # pyright: ignore
+
         context = torch.nn.functional.scaled_dot_product_attention(
-            _Rotate.apply(laid_out(query), *rotation).transpose(1, 2),  # pyright: ignore
-            _Rotate.apply(laid_out(key), *rotation).transpose(1, 2),  # pyright: ignore
+            rotated(laid_out(query)).transpose(1, 2),
+            rotated(laid_out(key)).transpose(1, 2),
             laid_out(value).transpose(1, 2),
             is_causal=True,
             scale=self.softmax_scale,

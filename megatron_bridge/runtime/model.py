@@ -6,6 +6,7 @@ Weights are zero after building: another module writes them in place through `pa
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from megatron_bridge.runtime.logprobs import token_logprobs_and_entropy
 from megatron_bridge.runtime.setup import device
 from megatron_bridge.spec import ModelSpec
 
+_SENT_BUFFERS = ("router.expert_bias",)  # no gradient, but part of the checkpoint
 _LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 
 
@@ -106,19 +108,31 @@ class MegatronModel:
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's live parameters, their layers numbered over the whole model.
 
+        The router's bias is among them: a buffer, without a gradient, always float32.
         Names are those of Megatron's layer spec: the local one, or with `fused_norms` Transformer
         Engine's. On a pipeline the last stage's copy of a tied embedding is "output_layer.weight".
         """
         found: dict[str, Tensor] = {}
         for chunk in self.chunks:
             module: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-            for name, parameter in module.named_parameters():
+            buffers = (item for item in module.named_buffers() if item[0].endswith(_SENT_BUFFERS))
+            for name, parameter in itertools.chain(module.named_parameters(), buffers):
                 layer = _LOCAL_LAYER.match(name)
                 if layer:
                     number = module.decoder.layers[int(layer[1])].layer_number - 1
                     name = f"decoder.layers.{number}.{layer[2]}"
                 found[name] = parameter
         return found
+
+    def finish_param_sync(self) -> None:
+        """Make every weight whole; all ranks enter.
+
+        With ``overlap_param_gather`` a distributed optimizer leaves each rank with its own part and
+        the next forward pass gathers the rest, which is too late for whoever sends the weights.
+        """
+        for chunk in self.chunks:
+            if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def logprobs(

@@ -10,6 +10,7 @@ import importlib.util
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 from megatron_bridge.errors import LayoutError
 from megatron_bridge.parallel import TrainerLayout
@@ -89,6 +90,14 @@ def destroy() -> None:
 def barrier() -> None:
     """Wait until all ranks of the executor world are here; every one of them enters."""
     dist.barrier()
+
+
+def gather(values: Tensor) -> Tensor:
+    """Return ``values: [K]`` of all ranks as [ranks, K]; every one of the executor world enters."""
+    mine = values.to(device())
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return torch.stack(found).cpu()
 
 
 def any_rank(flag: bool) -> bool:

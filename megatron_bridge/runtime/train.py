@@ -166,6 +166,7 @@ class MegatronTrainer:
             self.scheduler.step(1)
             self._clip(grad_norm)
             self.optimizer.step_with_ready_grads()
+            self.model.finish_param_sync()
         result = StepResult(
             loss=totals.loss_sum / max(totals.num_tokens, 1),
             grad_norm=grad_norm,

@@ -93,6 +93,8 @@ def hf_model(spec: ModelSpec) -> torch.nn.Module:
         }
     if spec.family == "qwen3_moe":
         experts |= {"moe_intermediate_size": spec.moe_ffn_size, "norm_topk_prob": spec.norm_topk}
+    if spec.family not in kinds:
+        return _hf_mixture(spec)
     make_config, make_model = kinds[spec.family]
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     if spec.rope_scaling:
@@ -115,8 +117,61 @@ def hf_model(spec: ModelSpec) -> torch.nn.Module:
     return make_model(config).float()
 
 
+def _hf_mixture(spec: ModelSpec) -> torch.nn.Module:
+    """Build a model with shared experts: Qwen2-MoE, DeepSeek-V2 or DeepSeek-V3."""
+    import transformers
+
+    shared: dict[str, object] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_size,
+        "moe_intermediate_size": spec.moe_ffn_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "num_experts_per_tok": spec.experts_per_token,
+        "norm_topk_prob": spec.norm_topk,
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.max_positions,
+        "tie_word_embeddings": spec.tied_embeddings,
+    }
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    if spec.mla is None:
+        config = transformers.Qwen2MoeConfig(
+            **shared,
+            num_experts=spec.num_experts,
+            shared_expert_intermediate_size=spec.shared_ffn_size,
+            rope_parameters=rope,
+        )
+        return transformers.Qwen2MoeForCausalLM(config).float()
+    if spec.rope_scaling:
+        rope |= {"rope_type": "yarn", **dict(spec.rope_scaling)}
+    shared |= {
+        "q_lora_rank": spec.mla.q_lora_rank,
+        "kv_lora_rank": spec.mla.kv_lora_rank,
+        "qk_nope_head_dim": spec.mla.nope_head_dim,
+        "qk_rope_head_dim": spec.mla.rope_head_dim,
+        "v_head_dim": spec.mla.v_head_dim,
+        "first_k_dense_replace": spec.first_dense_layers,
+        "n_routed_experts": spec.num_experts,
+        "n_shared_experts": spec.shared_ffn_size // spec.moe_ffn_size,
+        "n_group": spec.num_expert_groups,
+        "topk_group": spec.groups_per_token,
+        "routed_scaling_factor": spec.routed_scale,
+        "rope_parameters": rope,
+    }
+    if spec.family == "deepseek_v3":
+        return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**shared)).float()
+    method = "group_limited_greedy" if spec.num_expert_groups > 1 else "greedy"
+    config = transformers.DeepseekV2Config(**shared, topk_method=method)
+    return transformers.DeepseekV2ForCausalLM(config).float()
+
+
 def make_case(family: str, num_layers: int = 4) -> Case:
-    spec = make_spec(family, num_layers)
+    return make_case_of(make_spec(family, num_layers))
+
+
+def make_case_of(spec: ModelSpec) -> Case:
     generator = torch.Generator().manual_seed(7)
 
     def near(value: float, scale: float, shape: torch.Size) -> Tensor:

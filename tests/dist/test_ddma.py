@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,112 +14,93 @@ from safetensors.torch import load_file, save_file
 from megarl.ddma.checksums import Verify
 from megarl.ddma.engine import SyncState, WeightSync
 from megarl.ddma.export import HfExport, export_hf
-from megarl.ddma.transports import CollectiveTransport
-from megarl.world import timed_wait
+from megarl.ddma.transports.collective import CollectiveTransport, Window
 from megarl.errors import ChannelError, ChannelTimeout, WeightSyncError
-from megatron_bridge.layouts.megatron import megatron_manifest
-from megatron_bridge.layouts.vllm import vllm_manifest
-from megatron_bridge.parallel import TrainerLayout
-from megatron_bridge.plan import TransferPlan, plan
-from megatron_bridge.spec import ModelSpec
+from megarl.world import timed_wait
+from megatron_bridge.layouts.megatron import megatron_side
+from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
+from megatron_bridge.plan import PlanPolicy
 from tests.processes import run_ranks
-from tests.unit.megatron_bridge.oracle import (
-    Tensors,
-    hf_tensors,
-    make_spec,
-    megatron_tensors,
-    vllm_tensors,
-)
+from tests.unit.megatron_bridge.oracle import make_spec, megatron_tensors
+from tests.weights import WeightCase, differing
 
 pytestmark = pytest.mark.dist
 
 CPU = torch.device("cpu")
-# Every generator rank talks to both trainer ranks.
-LAYOUT = TrainerLayout(pp=2, vocab_divisor=16)
 SPEC = make_spec(num_layers=2, qkv_bias=True, tied_embeddings=True)
+# Every generator rank talks to both trainer ranks.
+CASE = WeightCase(
+    spec=SPEC,
+    trainer=TrainerLayout(pp=2, vocab_divisor=16),
+    generator=GeneratorLayout(tp=2),
+)
 
 
-def _group(rank: int, size: int) -> dist.ProcessGroup:
-    store = dist.PrefixStore("global", dist.distributed_c10d._get_default_store())
+def _group(rank: int, size: int, name: str = "global") -> dist.ProcessGroup:
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
 
 
-def _make_plan(spec: ModelSpec) -> TransferPlan:
-    """Trainer pp 2 on ranks 0 and 1, generator tp 2 on ranks 2 and 3."""
-    source = [megatron_manifest(spec, LAYOUT, rank) for rank in range(2)]
-    target = [vllm_manifest(spec, 2, rank, global_rank=2 + rank) for rank in range(2)]
-    return plan(source, target)
-
-
-def _whole(spec: ModelSpec, version: int, dtype: torch.dtype) -> Tensors:
-    tensors = hf_tensors(spec, torch.float64)
-    return {name: (tensor + version).sin().to(dtype) for name, tensor in tensors.items()}
-
-
-def _make_params(spec: ModelSpec, rank: int, version: int, dtype: torch.dtype) -> Tensors:
-    whole = _whole(spec, version, dtype)
-    if rank < 2:
-        return megatron_tensors(spec, whole, LAYOUT, [[0], [1]])[rank]
-    return vllm_tensors(spec, whole, 2, rank - 2)
-
-
-def _differing(got: Tensors, expected: Tensors) -> list[str]:
-    """Names that differ bitwise, zero padding included."""
-    assert got.keys() == expected.keys()
-    return [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)]
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Case:
-    wire: torch.dtype = torch.float32
-    round_bytes: int = 64 << 20
-    coalesce_bytes: int = 1 << 18
+class _Way:
+    dtype: str = "float32"
+    policy: PlanPolicy = field(default_factory=PlanPolicy)
+    window: Window = field(default_factory=Window)
+    verify: Verify = Verify.FULL
 
 
-CASES = {
-    "float32": _Case(),
-    "bfloat16": _Case(wire=torch.bfloat16),
+WAYS = {
+    "float32": _Way(),
+    "bfloat16": _Way(dtype="bfloat16", verify=Verify.SAMPLED),
     # Many rounds, every region its own message: in place where contiguous, else staged.
-    "many rounds": _Case(round_bytes=2048, coalesce_bytes=1),
+    "many rounds": _Way(
+        policy=PlanPolicy(alone_bytes=1), window=Window(chunk_bytes=2048, max_messages=7)
+    ),
+    "one at a time": _Way(
+        policy=PlanPolicy(alone_bytes=1, message_bytes=200),
+        window=Window(slots=1, chunk_bytes=256),
+        verify=Verify.NONE,
+    ),
 }
 
 
-def _sync_three_versions(rank: int, group: dist.ProcessGroup, case: _Case) -> list[str]:
+def _sync_three_versions(
+    rank: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], way: _Way
+) -> list[str]:
     """Return what differs from the trainers' weights after each of three transfers."""
+    case = dataclasses.replace(CASE, dtype=way.dtype, policy=way.policy)
     transport = CollectiveTransport(
-        group, case.wire, CPU, wait=timed_wait(30), coalesce_bytes=case.coalesce_bytes
+        groups[0], CPU, wait=timed_wait(30), window=way.window, control=groups[1]
     )
-    trainer = rank < 2
-    params = _make_params(SPEC, rank, 0, torch.float32 if trainer else case.wire)
+    trainer = rank in case.trainers
+    params = case.expected(rank, 0)
     if not trainer:
         for tensor in params.values():
             tensor.fill_(-7)
     addresses = {name: tensor.data_ptr() for name, tensor in params.items()}
-    sync = WeightSync(
-        _make_plan(SPEC), rank, transport, params, verify=Verify.FULL, round_bytes=case.round_bytes
-    )
-    differing: list[str] = []
+    sync = WeightSync(case.plan, rank, transport, params, verify=way.verify)
+    wrong: list[str] = []
     for version in range(3):
         if trainer:
-            new = _make_params(SPEC, rank, version, torch.float32)
+            new = case.expected(rank, version)
             for name, tensor in params.items():
                 tensor.copy_(new[name])
             sync.send(version)
         else:
             assert sync.receive() == version
             sync.require_clean()
-            differing += _differing(params, _make_params(SPEC, rank, version, case.wire))
+            wrong += differing(params, case.expected(rank, version))
     assert addresses == {name: tensor.data_ptr() for name, tensor in params.items()}
+    assert transport.staging_bytes <= way.window.limit_bytes
     transport.close()
-    return differing
+    return wrong
 
 
 def _sync_with_another_plan(rank: int, group: dist.ProcessGroup) -> str:
-    whole = _make_plan(SPEC)
-    if rank >= 2:
-        whole = dataclasses.replace(whole, digest="0" * 64)
-    transport = CollectiveTransport(group, torch.float32, CPU, wait=timed_wait(30))
-    sync = WeightSync(whole, rank, transport, _make_params(SPEC, rank, 0, torch.float32))
+    policy = PlanPolicy(message_bytes=100) if rank in CASE.generators else CASE.policy
+    whole = dataclasses.replace(CASE, policy=policy).plan
+    transport = CollectiveTransport(group, CPU, wait=timed_wait(30))
+    sync = WeightSync(whole, rank, transport, CASE.expected(rank, 0))
     with pytest.raises(WeightSyncError) as caught:
         _enter(sync, rank)
     assert sync.state is SyncState.EMPTY
@@ -127,41 +108,37 @@ def _sync_with_another_plan(rank: int, group: dist.ProcessGroup) -> str:
 
 
 def _enter(sync: WeightSync, rank: int) -> None:
-    if rank < 2:
+    if rank in CASE.trainers:
         sync.send(1)
     else:
         sync.receive()
 
 
-def _sync_all_cases(rank: int, size: int) -> dict[str, list[str] | str]:
-    group = _group(rank, size)
+def _sync_all_ways(rank: int, size: int) -> dict[str, list[str] | str]:
+    groups = (_group(rank, size), _group(rank, size, "control"))
     results: dict[str, list[str] | str] = {
-        name: _sync_three_versions(rank, group, case) for name, case in CASES.items()
+        name: _sync_three_versions(rank, groups, way) for name, way in WAYS.items()
     }
-    results["another plan"] = _sync_with_another_plan(rank, group)
+    results["another plan"] = _sync_with_another_plan(rank, groups[0])
     return results
 
 
 @pytest.fixture(scope="module")
 def syncs() -> list[dict]:
     """What each of the four ranks saw."""
-    return run_ranks(_sync_all_cases, 4)
+    return run_ranks(_sync_all_ways, 4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS)
 def test_poisoned_generators_equal_the_trainers_after_each_sync(
-    syncs: list[dict], case: str
+    syncs: list[dict], way: str
 ) -> None:
-    assert [seen[case] for seen in syncs] == [[], [], [], []]
+    assert [seen[way] for seen in syncs] == [[], [], [], []]
 
 
 def test_a_digest_mismatch_is_an_error_on_both_sides(syncs: list[dict]) -> None:
-    digest = _make_plan(SPEC).digest[:15]
     for rank, seen in enumerate(syncs):
-        message = seen["another plan"]
-        assert f"plan digest of rank {rank} is" in message
-        assert digest in message
-        assert "000000000000000" in message
+        assert f"plan digest of rank {rank} is" in seen["another plan"]
 
 
 def _say(what: str, rank: int) -> None:
@@ -175,9 +152,9 @@ def _hear(what: str, ranks: range) -> None:
 
 def _sync_with_an_absent_receiver(rank: int, size: int) -> tuple[str, float]:
     """Rank 3 joins the group and then does not come."""
-    transport = CollectiveTransport(_group(rank, size), torch.float32, CPU, wait=timed_wait(2))
-    params = _make_params(SPEC, rank, 0, torch.float32)
-    sync = WeightSync(_make_plan(SPEC), rank, transport, params)
+    transport = CollectiveTransport(_group(rank, size), CPU, wait=timed_wait(2))
+    params = CASE.expected(rank, 0)
+    sync = WeightSync(CASE.plan, rank, transport, params)
     if rank == 3:
         _hear("over", range(3))  # stays connected: what the others see is silence
         return "", 0.0
@@ -199,9 +176,9 @@ def test_an_absent_receiver_is_a_named_timeout_not_a_hang() -> None:
 
 
 def _die_after_the_handshake(rank: int, size: int) -> tuple[str, str]:
-    transport = CollectiveTransport(_group(rank, size), torch.float32, CPU, wait=timed_wait(5))
-    params = _make_params(SPEC, rank, 0, torch.float32)
-    sync = WeightSync(_make_plan(SPEC), rank, transport, params)
+    transport = CollectiveTransport(_group(rank, size), CPU, wait=timed_wait(5))
+    params = CASE.expected(rank, 0)
+    sync = WeightSync(CASE.plan, rank, transport, params)
     sync.handshake(4 if rank < 2 else None)
     _say("shaken", rank)
     if rank == 0:
@@ -230,7 +207,7 @@ def _export(rank: int, size: int, layout: TrainerLayout, source: str, target: st
     params = megatron_tensors(SPEC, whole, layout, stages, padding=9)[rank]
     export = HfExport(
         spec=SPEC,
-        manifests=tuple(megatron_manifest(SPEC, layout, r) for r in range(size)),
+        side=megatron_side(SPEC, layout),
         dtype=torch.float32,
         source_folder=Path(source),
         target_folder=Path(target),
@@ -245,7 +222,7 @@ def test_an_exported_folder_holds_the_source_tensors(layout: TrainerLayout, tmp_
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    whole = {k: v.contiguous() for k, v in _whole(SPEC, 0, torch.float32).items()}
+    whole = CASE.whole(0)
     save_file(whole, source / "model.safetensors")
     if layout.world_size == 1:
         _export(0, 1, layout, str(source), str(target))
@@ -254,5 +231,5 @@ def test_an_exported_folder_holds_the_source_tensors(layout: TrainerLayout, tmp_
     files = sorted(target.glob("*.safetensors"))
     assert len(files) > 1
     got = {name: tensor for path in files for name, tensor in load_file(path).items()}
-    assert _differing(got, whole) == []
+    assert differing(got, whole) == []
     assert (target / "config.json").read_text() == "{}"

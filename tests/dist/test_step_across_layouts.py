@@ -17,18 +17,20 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint import StartPoint
-from megarl.config import RunConfig, load_config
+from megarl.config import RunConfig
+from megarl.config_file import load_config
 from megarl.data.starting_model import write_starting_model
 from megarl.ddma.engine import WeightSync
-from megarl.ddma.transports import CollectiveTransport
-from megarl.world import timed_wait
+from megarl.ddma.transports.collective import CollectiveTransport
 from megarl.observe.trace import Tracer
 from megarl.rollout.engine import SampleRequest
-from megatron_bridge.layouts.megatron import megatron_manifest
-from megatron_bridge.layouts.vllm import vllm_manifest
+from megarl.world import timed_wait
+from megatron_bridge.layouts.megatron import megatron_side
+from megatron_bridge.layouts.vllm import vllm_side
 from megatron_bridge.models.families import load_spec
-from megatron_bridge.parallel import TrainerLayout
+from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
 from megatron_bridge.plan import plan
+from megatron_bridge.side import Side
 from tests.jobs import ROOT
 from tests.processes import run_ranks
 
@@ -96,15 +98,18 @@ def _link(meeting: _Meeting, config: RunConfig, params: dict, layout: TrainerLay
     trainers = tuple(range(layout.world_size))
     ranks = trainers + REPLICAS[0] + REPLICAS[1]
     # Ranks of the plan are ranks of the group: generators follow the trainers without a gap.
-    source = [megatron_manifest(spec, layout, rank) for rank in trainers]
-    target = [
-        vllm_manifest(spec, len(replica), index, global_rank=ranks.index(rank))
+    first = len(trainers)
+    blocks = [
+        block
         for replica in REPLICAS
-        for index, rank in enumerate(replica)
+        for block in vllm_side(
+            spec, GeneratorLayout(tp=len(replica)), first_rank=first + replica[0] - 4
+        ).blocks
     ]
     group = meeting.group(f"weights/{config.name}", ranks)
-    transport = CollectiveTransport(group, torch.float32, torch.device("cpu"), wait=WAIT)
-    return WeightSync(plan(source, target), ranks.index(meeting.rank), transport, params)
+    transport = CollectiveTransport(group, torch.device("cpu"), wait=WAIT)
+    transfer = plan(megatron_side(spec, layout), Side(tuple(blocks)))
+    return WeightSync(transfer, ranks.index(meeting.rank), transport, params)
 
 
 def _train(meeting: _Meeting, folder: str) -> dict[str, object]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_bridge.io.hf import load_hf
-from megatron_bridge.layouts.megatron import megatron_manifest
-from megatron_bridge.layouts.vllm import vllm_manifest
+from megatron_bridge.layouts.megatron import megatron_manifest, megatron_side
+from megatron_bridge.layouts.vllm import vllm_manifest, vllm_side
 from megatron_bridge.models.families import load_spec
-from megatron_bridge.parallel import TrainerLayout
+from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
 from megatron_bridge.plan import plan
 from tests.processes import run_ranks
 
@@ -74,7 +74,7 @@ def _train_and_measure(rank: int, size: int, folder: str) -> dict[str, object]:
     setup.initialize(TrainerLayout(), 0)
     spec = load_spec(Path(folder))
     model = MegatronModel(spec, TrainerLayout(), ModelSettings(dtype="bfloat16"))
-    manifest = megatron_manifest(spec, TrainerLayout(), 0, fused_norms=model.fused_norms)
+    manifest = megatron_manifest(spec, TrainerLayout(), 0, te=model.fused_norms)
     load_hf(Path(folder), manifest, model.parameters())
     trainer = MegatronTrainer(model, OptimizerSettings(lr=1e-3))
     trainer.reload_master_weights()
@@ -172,15 +172,15 @@ def _exchange(rank: int, size: int, folder: str, store: str) -> bool:
     import torch.distributed as dist
 
     from megarl.ddma.engine import WeightSync
-    from megarl.ddma.transports import CollectiveTransport
+    from megarl.ddma.transports.collective import CollectiveTransport
     from megarl.world import timed_wait
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     spec = load_spec(Path(folder))
-    source = megatron_manifest(spec, TrainerLayout(), 0)
-    target = vllm_manifest(spec, 1, 0, global_rank=1)
-    mine = source if rank == 0 else target
+    source = megatron_side(spec, TrainerLayout(), dtype="bfloat16")
+    target = vllm_side(spec, GeneratorLayout(), first_rank=1, dtype="bfloat16")
+    mine = (source, target)[rank].manifest(rank)
     params = {
         param.name: torch.full(param.shape, torch.nan, device=device, dtype=torch.bfloat16)
         for param in mine.params
@@ -190,9 +190,11 @@ def _exchange(rank: int, size: int, folder: str, store: str) -> bool:
     if rank == 0:
         params = expected
     options = dist.ProcessGroupNCCL.Options()
-    group = dist.ProcessGroupNCCL(dist.FileStore(store, size), rank, size, options)
-    transport = CollectiveTransport(group, torch.bfloat16, device, wait=timed_wait(60.0))
-    sync = WeightSync(plan([source], [target]), rank, transport, params)
+    kept = dist.FileStore(store, size)
+    group = dist.ProcessGroupNCCL(dist.PrefixStore("weights", kept), rank, size, options)
+    control = dist.ProcessGroupGloo(dist.PrefixStore("control", kept), rank, size)
+    transport = CollectiveTransport(group, device, wait=timed_wait(60.0), control=control)
+    sync = WeightSync(plan(source, target), rank, transport, params)
     if rank == 0:
         sync.send(1)
         return True

@@ -1,4 +1,5 @@
-from megarl.config import RunConfig, schema_rows
+from megarl.config import RunConfig
+from megarl.config_file import schema_rows
 from tools.config_reference import TARGET, reference
 
 

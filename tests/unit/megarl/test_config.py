@@ -3,8 +3,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from megarl.config import Mode, RunConfig, load_config, schema_rows, to_yaml
+from megarl.config import Mode, RunConfig
+from megarl.config_file import load_config, schema_rows, to_yaml
 from megarl.errors import ConfigError
+from megatron_bridge.cluster import load_cluster
 
 ROOT = Path(__file__).parents[3]
 
@@ -15,9 +17,16 @@ def _write(tmp_path: Path, text: str = "name: x\n") -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path: Path) -> None:
     assert load_config(path).name
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "clusters").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_every_shipped_cluster_loads(path: Path) -> None:
+    assert load_cluster(path).name == path.stem
 
 
 def test_overrides_win_over_the_file_and_keep_their_types(tmp_path: Path) -> None:

@@ -7,80 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.ddma.transports import LoopbackHub, LoopbackTransport
 from megatron_bridge.parallel import TrainerLayout
-from megatron_bridge.plan import TransferPlan
 from megatron_bridge.spec import ModelSpec
-
-Tensors = dict[str, Tensor]
-
-
-def make_spec(**changes: object) -> ModelSpec:
-    values: dict = {
-        "family": "llama",
-        "vocab_size": 100,
-        "hidden_size": 16,
-        "ffn_size": 24,
-        "num_layers": 6,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-        "norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "max_positions": 128,
-        "tied_embeddings": False,
-    }
-    return ModelSpec(**{**values, **changes})
-
-
-def _moe_block(spec: ModelSpec) -> str:
-    return "block_sparse_moe" if spec.family == "mixtral" else "mlp"
-
-
-def _mlp_names(spec: ModelSpec, layer: int, expert: int | None = None) -> list[str]:
-    """Names of gate, up and down."""
-    at = f"model.layers.{layer}."
-    if expert is None:
-        return [f"{at}mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-    at += f"{_moe_block(spec)}.experts.{expert}."
-    if spec.family == "mixtral":
-        return [f"{at}w1.weight", f"{at}w3.weight", f"{at}w2.weight"]
-    return [f"{at}{name}_proj.weight" for name in ("gate", "up", "down")]
-
-
-def hf_tensors(spec: ModelSpec, dtype: torch.dtype = torch.int32) -> Tensors:
-    """Every tensor of the checkpoint, no number twice."""
-    hidden, ffn, head = spec.hidden_size, spec.ffn_size, spec.head_dim
-    query, key = spec.num_heads * head, spec.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
-    for layer in range(spec.num_layers):
-        at = f"model.layers.{layer}."
-        for name, rows in (("q", query), ("k", key), ("v", key)):
-            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, hidden)
-            if spec.qkv_bias:
-                shapes[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        if spec.qk_norm:
-            shapes[f"{at}self_attn.q_norm.weight"] = (head,)
-            shapes[f"{at}self_attn.k_norm.weight"] = (head,)
-        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, query)
-        if spec.num_experts:
-            shapes[f"{at}{_moe_block(spec)}.gate.weight"] = (spec.num_experts, hidden)
-        for expert in range(spec.num_experts) if spec.num_experts else [None]:
-            gate, up, down = _mlp_names(spec, layer, expert)
-            size = ffn if expert is None else spec.moe_ffn_size
-            shapes |= {gate: (size, hidden), up: (size, hidden), down: (hidden, size)}
-        shapes[f"{at}input_layernorm.weight"] = (hidden,)
-        shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not spec.tied_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
-    tensors: Tensors = {}
-    start = 1
-    for name, shape in shapes.items():
-        numel = torch.Size(shape).numel()
-        tensors[name] = torch.arange(start, start + numel, dtype=dtype).view(shape)
-        start += numel
-    return tensors
+from tests.unit.megatron_bridge.checkpoints import Tensors as Tensors
+from tests.unit.megatron_bridge.checkpoints import hf_tensors as hf_tensors
+from tests.unit.megatron_bridge.checkpoints import make_spec as make_spec
+from tests.unit.megatron_bridge.checkpoints import mlp_names, moe_block, shared_name
 
 
 def _pad_rows(tensor: Tensor, multiple: int, value: int) -> Tensor:
@@ -106,159 +38,253 @@ def megatron_tensors(
     fused_norms: bool = False,
     padding: int = 0,
 ) -> dict[int, Tensors]:
-    """Rank -> parameters; ``layers[pp]`` are the layers of a stage."""
+    """Rank -> parameters; ``layers[pp]`` are the layers of a stage, the last has the MTP layers."""
     ranks: dict[int, Tensors] = {}
-    rank = 0
-    for stage in range(layout.pp):
-        for within in range(layout.dp * layout.cp * layout.tp):
-            place = (stage, within % layout.tp)
-            out = _megatron_rank(spec, whole, layout, place, layers[stage], fused_norms, padding)
-            if spec.num_experts:
-                out |= _expert_rank(spec, whole, layout, within, layers[stage], fused_norms)
-            ranks[rank] = out
-            rank += 1
+    for rank in range(layout.pp * layout.dp * layout.cp * layout.tp):
+        stage, within = divmod(rank, layout.dp * layout.cp * layout.tp)
+        view = _Rank(spec, whole, layout, within, fused_norms)
+        out = view.ends(stage, padding)
+        for layer in layers[stage]:
+            out |= view.layer(layer, f"decoder.layers.{layer}.")
+        if stage == layout.pp - 1:
+            for number in range(spec.num_mtp_layers):
+                out |= view.mtp_layer(number)
+        ranks[rank] = out
     return ranks
 
 
-def _expert_rank(
-    spec: ModelSpec,
-    whole: Tensors,
-    layout: TrainerLayout,
-    within: int,
-    layers: list[int],
-    grouped: bool,
-) -> Tensors:
-    """Routers and experts of a stage's rank: expert data x expert x expert tensor parallel."""
-    grid = torch.arange(layout.tp * layout.cp * layout.dp).view(-1, layout.ep, layout.etp)
-    _, ep, etp = (int(index) for index in (grid == within).nonzero()[0])
-    mine = list(torch.arange(spec.num_experts).chunk(layout.ep)[ep])
-    out: Tensors = {}
-    for layer in layers:
-        mlp = f"decoder.layers.{layer}.mlp."
-        router = whole[f"model.layers.{layer}.{_moe_block(spec)}.gate.weight"]
-        out[f"{mlp}router.weight"] = router.clone()
-        for local, expert in enumerate(mine):
-            names = _mlp_names(spec, layer, int(expert))
-            gate, up, down = (whole[name] for name in names)
-            fc1 = torch.cat([torch.chunk(side, layout.etp)[etp] for side in (gate, up)])
-            fc2 = torch.chunk(down, layout.etp, 1)[etp].clone()
+class _Rank:
+    """What one rank of a stage holds, as Megatron's modules divide their weights."""
+
+    def __init__(
+        self, spec: ModelSpec, whole: Tensors, layout: TrainerLayout, within: int, te: bool
+    ) -> None:
+        self.spec, self.whole, self.layout, self.te = spec, whole, layout, te
+        self.tp = within % layout.tp
+        # expert data x expert x expert tensor parallel
+        grid = torch.arange(layout.tp * layout.cp * layout.dp).view(-1, layout.ep, layout.etp)
+        _, self.ep, self.etp = (int(index) for index in (grid == within).nonzero()[0])
+
+    def part(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return torch.chunk(tensor, self.layout.tp, dim)[self.tp].clone()
+
+    def ends(self, stage: int, padding: int) -> Tensors:
+        spec, layout, out = self.spec, self.layout, {}
+        embedding = self.whole["model.embed_tokens.weight"]
+        multiple = layout.vocab_divisor * layout.tp
+        last = stage == layout.pp - 1
+        if stage == 0 or (last and spec.num_mtp_layers):
+            padded = _pad_rows(embedding, multiple, padding)
+            out["embedding.word_embeddings.weight"] = self.part(padded)
+        if last:
+            out["decoder.final_layernorm.weight"] = self.whole["model.norm.weight"].clone()
+            if not spec.tied_embeddings or layout.pp > 1:
+                head = embedding if spec.tied_embeddings else self.whole["lm_head.weight"]
+                out["output_layer.weight"] = self.part(_pad_rows(head, multiple, padding))
+        return out
+
+    def mtp_layer(self, number: int) -> Tensors:
+        at = f"model.layers.{self.spec.num_layers + number}."
+        mine = f"mtp.layers.{number}."
+        out = self.layer(self.spec.num_layers + number, f"{mine}transformer_layer.")
+        out[f"{mine}eh_proj.weight"] = self.part(self.whole[f"{at}eh_proj.weight"])
+        for ours, theirs in (
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("final_layernorm", "shared_head.norm"),
+        ):
+            out[f"{mine}{ours}.weight"] = self.whole[f"{at}{theirs}.weight"].clone()
+        return out
+
+    def layer(self, layer: int, at: str) -> Tensors:
+        spec, hf = self.spec, f"model.layers.{layer}."
+        dense = not (spec.num_experts and layer >= spec.first_dense_layers)
+        out = self._latent(layer, at) if spec.mla else self._attention(layer, at)
+        proj = self.whole[f"{hf}self_attn.o_proj.weight"]
+        out[f"{at}self_attention.linear_proj.weight"] = self.part(proj, 1)
+        out |= self._mlp(layer, None, f"{at}mlp.") if dense else self._mixture(layer, f"{at}mlp.")
+        norms = ["input_layernorm.weight", "pre_mlp_layernorm.weight"]
+        if self.te and not spec.mla:
+            norms[0] = "self_attention.linear_qkv.layer_norm_weight"
+        if self.te and dense:
+            norms[1] = "mlp.linear_fc1.layer_norm_weight"
+        out[at + norms[0]] = self.whole[f"{hf}input_layernorm.weight"].clone()
+        out[at + norms[1]] = self.whole[f"{hf}post_attention_layernorm.weight"].clone()
+        return out
+
+    def _attention(self, layer: int, at: str) -> Tensors:
+        spec, ours = self.spec, f"{at}self_attention."
+        out: Tensors = {}
+        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+            fused = _fuse_qkv(spec, self.whole, layer, kind)
+            out[f"{ours}linear_qkv.{kind}"] = self.part(fused)
+        for name in ("q", "k") if spec.qk_norm else ():
+            norm = self.whole[f"model.layers.{layer}.self_attn.{name}_norm.weight"]
+            out[f"{ours}{name}_layernorm.weight"] = norm.clone()
+        return out
+
+    def _latent(self, layer: int, at: str) -> Tensors:
+        """Projections down are on all ranks, those up are divided by heads."""
+        theirs, ours = f"model.layers.{layer}.self_attn.", f"{at}self_attention."
+        out: Tensors = {}
+        for mine, down, norm, up in (
+            ("q", "q_a_proj", "q_a_layernorm", "q_b_proj"),
+            ("kv", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
+        ):
+            if f"{theirs}{down}.weight" not in self.whole:
+                query = self.whole[f"{theirs}q_proj.weight"]
+                out[f"{ours}linear_q_proj.weight"] = self.part(query)
+                continue
+            fused = f"linear_{mine}_up_proj.layer_norm_weight"
+            out |= {
+                f"{ours}linear_{mine}_down_proj.weight": self.whole[f"{theirs}{down}.weight"],
+                f"{ours}linear_{mine}_up_proj.weight": self.part(
+                    self.whole[f"{theirs}{up}.weight"]
+                ),
+                ours + (fused if self.te else f"{mine}_layernorm.weight"): self.whole[
+                    f"{theirs}{norm}.weight"
+                ],
+            }
+        return {name: tensor.clone() for name, tensor in out.items()}
+
+    def _mlp(self, layer: int, expert: str | None, at: str) -> Tensors:
+        gate, up, down = (self.whole[name] for name in mlp_names(self.spec, layer, expert))
+        return {
+            f"{at}linear_fc1.weight": torch.cat([self.part(gate), self.part(up)]),
+            f"{at}linear_fc2.weight": self.part(down, 1),
+        }
+
+    def _mixture(self, layer: int, at: str) -> Tensors:
+        """Router, shared expert and this rank's experts."""
+        spec, block = self.spec, f"model.layers.{layer}.{moe_block(self.spec)}."
+        out = {f"{at}router.weight": self.whole[f"{block}gate.weight"].clone()}
+        if spec.router_bias:
+            bias = self.whole[f"{block}gate.e_score_correction_bias"]
+            out[f"{at}router.expert_bias"] = bias.clone()
+        if spec.shared_ffn_size:
+            out |= self._mlp(layer, shared_name(spec), f"{at}shared_experts.")
+        if spec.shared_switch:
+            switch = self.whole[f"{block}shared_expert_gate.weight"]
+            out[f"{at}shared_experts.gate_weight"] = switch.clone()
+        for local, expert in enumerate(
+            torch.arange(spec.num_experts).chunk(self.layout.ep)[self.ep]
+        ):
+            names = mlp_names(spec, layer, int(expert))
+            gate, up, down = (self.whole[name] for name in names)
+            etp = self.layout.etp
+            fc1 = torch.cat([torch.chunk(side, etp)[self.etp] for side in (gate, up)])
+            fc2 = torch.chunk(down, etp, 1)[self.etp].clone()
             for number, tensor in ((1, fc1), (2, fc2)):
                 sequential = f"experts.local_experts.{local}.linear_fc{number}.weight"
-                name = f"experts.linear_fc{number}.weight{local}" if grouped else sequential
-                out[mlp + name] = tensor
-    return out
+                name = f"experts.linear_fc{number}.weight{local}" if self.te else sequential
+                out[at + name] = tensor
+        return out
 
 
-def _megatron_rank(
-    spec: ModelSpec,
-    whole: Tensors,
-    layout: TrainerLayout,
-    place: tuple[int, int],
-    layers: list[int],
-    fused_norms: bool,
-    padding: int,
+def vllm_tensors(
+    spec: ModelSpec, whole: Tensors, tp: int, rank: int, *, ep: bool = False, pp: int = 1
 ) -> Tensors:
-    stage, tp = place
+    """Parameters of one rank, as vLLM's weight loaders narrow and copy; padding rows are 0.
 
-    def part(tensor: Tensor, dim: int = 0) -> Tensor:
-        return torch.chunk(tensor, layout.tp, dim)[tp].clone()
-
+    ``rank`` counts the ``tp * pp`` ranks of a replica, tensor parallelism fastest. With ``ep`` a
+    rank holds whole experts. MTP layers belong to another model, the drafter. What vLLM derives
+    from its weights is not there (`vllm_derived`).
+    """
+    stage, rank = divmod(rank, tp)
+    layers = _vllm_layers(spec.num_layers, pp, stage)
     out: Tensors = {}
-    embedding = whole["model.embed_tokens.weight"]
-    multiple = layout.vocab_divisor * layout.tp
-    if stage == 0:
-        name = "embedding.word_embeddings.weight"
-        out[name] = part(_pad_rows(embedding, multiple, padding))
-    if stage == layout.pp - 1:
-        out["decoder.final_layernorm.weight"] = whole["model.norm.weight"].clone()
-        if not spec.tied_embeddings or layout.pp > 1:
-            head = embedding if spec.tied_embeddings else whole["lm_head.weight"]
-            out["output_layer.weight"] = part(_pad_rows(head, multiple, padding))
-    for layer in layers:
-        hf, mc = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        attention, mlp = f"{mc}self_attention.", f"{mc}mlp."
-        out[f"{attention}linear_qkv.weight"] = part(_fuse_qkv(spec, whole, layer, "weight"))
-        if spec.qkv_bias:
-            out[f"{attention}linear_qkv.bias"] = part(_fuse_qkv(spec, whole, layer, "bias"))
-        if spec.qk_norm:
-            out[f"{attention}q_layernorm.weight"] = whole[f"{hf}self_attn.q_norm.weight"].clone()
-            out[f"{attention}k_layernorm.weight"] = whole[f"{hf}self_attn.k_norm.weight"].clone()
-        out[f"{attention}linear_proj.weight"] = part(whole[f"{hf}self_attn.o_proj.weight"], 1)
-        if not spec.num_experts:
-            gate, up, down = (whole[name] for name in _mlp_names(spec, layer))
-            out[f"{mlp}linear_fc1.weight"] = torch.cat([part(gate), part(up)])
-            out[f"{mlp}linear_fc2.weight"] = part(down, 1)
-        norms = ["input_layernorm.weight", "pre_mlp_layernorm.weight"]
-        if fused_norms:
-            norms = [
-                "self_attention.linear_qkv.layer_norm_weight",
-                norms[1] if spec.num_experts else "mlp.linear_fc1.layer_norm_weight",
-            ]
-        out[mc + norms[0]] = whole[f"{hf}input_layernorm.weight"].clone()
-        out[mc + norms[1]] = whole[f"{hf}post_attention_layernorm.weight"].clone()
-    return out
-
-
-def vllm_tensors(spec: ModelSpec, whole: Tensors, tp: int, rank: int) -> Tensors:
-    """Parameters of one rank, as vLLM's weight loaders narrow and copy; padding rows are 0."""
-    out = _vllm_experts(spec, whole, tp, rank) if spec.num_experts else {}
     for name, tensor in whole.items():
-        if ".experts." in name:
-            continue
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name.startswith("model.layers."):
+            if int(name.split(".")[2]) in layers and ".experts." not in name:
+                out |= _vllm_layer_tensor(spec, whole, name, tp, rank)
+        elif name == "model.norm.weight":
+            if stage == pp - 1:
+                out[name] = tensor.clone()
+        elif stage == (pp - 1 if name == "lm_head.weight" else 0) or (
+            stage == pp - 1 and spec.tied_embeddings
+        ):
             padded = _pad_rows(tensor, 64, 0)
             out[name] = padded.narrow(0, rank * len(padded) // tp, len(padded) // tp).clone()
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            width = tensor.shape[1] // tp
-            out[name] = tensor.narrow(1, rank * width, width).clone()
-        elif "q_proj" in name:
-            heads = len(tensor) // tp
-            parts = [tensor.narrow(0, rank * heads, heads)]
-            replicas = max(1, tp // spec.num_kv_heads)
-            for other in ("k_proj", "v_proj"):
-                kv = whole[name.replace("q_proj", other)]
-                size = max(1, spec.num_kv_heads // tp) * spec.head_dim
-                parts.append(kv.narrow(0, rank // replicas * size, size))
-            out[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
-        elif "gate_proj" in name:
-            up = whole[name.replace("gate_proj", "up_proj")]
-            rows = len(up) // tp
-            parts = [side.narrow(0, rank * rows, rows) for side in (tensor, up)]
-            out[name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
-        elif not any(inner in name for inner in ("k_proj", "v_proj", "up_proj")):
-            out[name] = tensor.clone()
+    for layer in layers:
+        if spec.num_experts and layer >= spec.first_dense_layers:
+            out |= _vllm_experts(spec, whole, layer, (tp, rank), ep)
     return out
 
 
-def _vllm_experts(spec: ModelSpec, whole: Tensors, tp: int, rank: int) -> Tensors:
+def _vllm_layers(num_layers: int, pp: int, stage: int) -> range:
+    """Layers of a stage: those left over go one each to the stages before the last, from the back."""
+    extra = num_layers % pp
+    favoured = [pp - 1 - extra <= index < pp - 1 for index in range(pp)]
+    ends = torch.tensor([num_layers // pp + more for more in favoured]).cumsum(0).tolist()
+    return range(0 if stage == 0 else ends[stage - 1], ends[stage])
+
+
+def _vllm_layer_tensor(spec: ModelSpec, whole: Tensors, name: str, tp: int, rank: int) -> Tensors:
+    """The parameter that this tensor begins; nothing where it comes after the first in one."""
+    tensor = whole[name]
+
+    def rows(side: Tensor) -> Tensor:
+        return side.narrow(0, rank * len(side) // tp, len(side) // tp)
+
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        width = tensor.shape[1] // tp
+        return {name: tensor.narrow(1, rank * width, width).clone()}
+    if "gate_proj" in name:
+        up = whole[name.replace("gate_proj", "up_proj")]
+        return {name.replace("gate_proj", "gate_up_proj"): torch.cat([rows(tensor), rows(up)])}
+    if spec.mla and any(inner in name for inner in ("q_proj", "q_b_proj", "kv_b_proj")):
+        return {name: rows(tensor).clone()}
+    if "q_a_proj" in name:
+        latent = whole[name.replace("q_a_proj", "kv_a_proj_with_mqa")]
+        return {name.replace("q_a_proj", "fused_qkv_a_proj"): torch.cat([tensor, latent])}
+    if "q_proj" in name:
+        parts = [rows(tensor)]
+        replicas = max(1, tp // spec.num_kv_heads)
+        for other in ("k_proj", "v_proj"):
+            kv = whole[name.replace("q_proj", other)]
+            size = max(1, spec.num_kv_heads // tp) * spec.head_dim
+            parts.append(kv.narrow(0, rank // replicas * size, size))
+        return {name.replace("q_proj", "qkv_proj"): torch.cat(parts)}
+    fused = "kv_a_proj" in name and spec.mla is not None and spec.mla.q_lora_rank is not None
+    if fused or any(inner in name for inner in ("k_proj", "v_proj", "up_proj")):
+        return {}
+    return {name: tensor.clone()}
+
+
+def _vllm_experts(
+    spec: ModelSpec, whole: Tensors, layer: int, place: tuple[int, int], ep: bool
+) -> Tensors:
     """Stacks [E, rows, columns] filled expert by expert, shown as matrices."""
+    tp, rank = place
+    experts = torch.arange(spec.num_experts)
+    if ep:
+        experts, tp, rank = experts.view(tp, -1)[rank], 1, 0
     size = spec.moe_ffn_size // tp
+    dtype = whole["model.norm.weight"].dtype
+    w13 = torch.zeros(len(experts), 2 * size, spec.hidden_size, dtype=dtype)
+    w2 = torch.zeros(len(experts), spec.hidden_size, size, dtype=dtype)
+    for local, expert in enumerate(experts.tolist()):
+        gate, up, down = (whole[name] for name in mlp_names(spec, layer, expert))
+        w13[local, :size] = gate.narrow(0, rank * size, size)
+        w13[local, size:] = up.narrow(0, rank * size, size)
+        w2[local] = down.narrow(1, rank * size, size)
+    at = f"model.layers.{layer}.{moe_block(spec)}.experts.routed_experts."
+    return {f"{at}w13_weight": w13.flatten(0, 1), f"{at}w2_weight": w2.flatten(0, 1)}
+
+
+def vllm_derived(spec: ModelSpec, tensors: Tensors) -> Tensors:
+    """What vLLM's latent attention makes of each ``kv_b_proj`` after loading: per head the keys'
+    rows [heads, nope, latent] and the values' rows transposed [heads, latent, value]. Without
+    quantization they are views of it, which live with every write.
+    """
+    assert spec.mla is not None
     out: Tensors = {}
-    for layer in range(spec.num_layers):
-        dtype = whole["model.norm.weight"].dtype
-        w13 = torch.zeros(spec.num_experts, 2 * size, spec.hidden_size, dtype=dtype)
-        w2 = torch.zeros(spec.num_experts, spec.hidden_size, size, dtype=dtype)
-        for expert in range(spec.num_experts):
-            gate, up, down = (whole[name] for name in _mlp_names(spec, layer, expert))
-            w13[expert, :size] = gate.narrow(0, rank * size, size)
-            w13[expert, size:] = up.narrow(0, rank * size, size)
-            w2[expert] = down.narrow(1, rank * size, size)
-        at = f"model.layers.{layer}.{_moe_block(spec)}.experts.routed_experts."
-        out[f"{at}w13_weight"], out[f"{at}w2_weight"] = w13.flatten(0, 1), w2.flatten(0, 1)
+    for name, tensor in tensors.items():
+        if name.endswith("kv_b_proj.weight"):
+            per_head = tensor.view(
+                -1, spec.mla.nope_head_dim + spec.mla.v_head_dim, tensor.shape[1]
+            )
+            keys, values = per_head.split([spec.mla.nope_head_dim, spec.mla.v_head_dim], dim=1)
+            at = name.replace("kv_b_proj.weight", "mla_attn.mla_attn.")
+            out |= {f"{at}W_UK_T": keys, f"{at}W_UV": values.transpose(1, 2)}
     return out
-
-
-def execute(
-    plan: TransferPlan, ranks: dict[int, Tensors], dtype: torch.dtype = torch.int32
-) -> None:
-    """Run a plan in this process."""
-    hub = LoopbackHub(timeout_seconds=0.1)
-    transports = {rank: LoopbackTransport(hub, rank, dtype) for rank in ranks}
-    for rank, transport in transports.items():
-        transport.register(ranks[rank])
-    for operations in plan.rounds(max_operations=40, max_numel=4000):
-        for rank in {item.source_rank for item in operations}:
-            transports[rank].post([item for item in operations if item.source_rank == rank])
-        for rank in {item.target_rank for item in operations}:
-            transports[rank].post([item for item in operations if item.target_rank == rank])
-            transports[rank].wait()

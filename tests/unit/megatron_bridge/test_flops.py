@@ -2,6 +2,7 @@ import pytest
 
 from megatron_bridge.models.families import spec_from_hf
 from megatron_bridge.models.flops import training_flops
+from tests.unit.megatron_bridge.test_families import DEEPSEEK_V3
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,3 +46,12 @@ def test_a_token_costs_only_the_experts_that_it_goes_through() -> None:
         "rope_theta": 1e6,
     }
     assert training_flops(spec_from_hf(mixtral), [1]) == pytest.approx(6 * 12.9e9, rel=5e-3)
+
+
+def test_a_token_of_deepseek_v3_costs_its_active_parameters() -> None:
+    # 37e9 of them (its report, arXiv 2412.19437).
+    spec = spec_from_hf(DEEPSEEK_V3).without_mtp()
+    assert training_flops(spec, [1]) == pytest.approx(6 * 37e9, rel=2e-2)
+    # Causal attention over 192 features of a query and 128 of a value: 3 x (192 + 128) a head.
+    extra = training_flops(spec, [4096]) - 4096 * training_flops(spec, [1])
+    assert extra == pytest.approx(3 * (192 + 128) * 61 * 128 * 4096 * 4095)

@@ -16,13 +16,14 @@ from transformers import (
 
 from megatron_bridge.errors import ConversionError
 from megatron_bridge.io.hf import HfWriter, load_hf
-from megatron_bridge.layouts.hf import hf_manifest
-from megatron_bridge.layouts.megatron import megatron_manifest
+from megatron_bridge.layouts.hf import hf_side
+from megatron_bridge.layouts.megatron import megatron_manifest, megatron_side
 from megatron_bridge.models.families import load_spec
 from megatron_bridge.parallel import TrainerLayout
 from megatron_bridge.plan import plan
 from megatron_bridge.spec import RankManifest
-from tests.unit.megatron_bridge.oracle import Tensors, execute, megatron_tensors
+from tests.unit.megatron_bridge.oracle import Tensors, megatron_tensors
+from tests.unit.megatron_bridge.transfer import execute
 
 LAYOUT = TrainerLayout(tp=4, pp=2, vocab_divisor=8)
 STAGES = [[0], [1]]
@@ -82,8 +83,8 @@ def test_each_rank_reads_its_own_shards_in_place_and_padding_is_zero(folder: Pat
 
 def test_loading_into_float32_keeps_the_values(folder: Path) -> None:
     spec = load_spec(folder)
-    params = _make_params(hf_manifest(spec, 0), torch.float32)
-    load_hf(folder, hf_manifest(spec, 0), params)
+    params = _make_params(hf_side(spec, 0).manifest(0), torch.float32)
+    load_hf(folder, hf_side(spec, 0).manifest(0), params)
     for name, tensor in _whole(folder).items():
         assert torch.equal(params[name], tensor.float()), name
 
@@ -93,8 +94,8 @@ def test_writer_round_trip_is_byte_identical(
     folder: Path, tmp_path: Path, max_shard_bytes: int
 ) -> None:
     spec = load_spec(folder)
-    params = _make_params(hf_manifest(spec, 0))
-    load_hf(folder, hf_manifest(spec, 0), params)
+    params = _make_params(hf_side(spec, 0).manifest(0))
+    load_hf(folder, hf_side(spec, 0).manifest(0), params)
     target = tmp_path / "out"
     with HfWriter(folder, target, max_shard_bytes) as writer:
         for name, tensor in params.items():
@@ -160,8 +161,9 @@ def test_experts_go_to_ranks_and_back_byte_identical(
     for rank, tensors in megatron_tensors(spec, original, layout, STAGES).items():
         assert ranks[rank].keys() == tensors.keys()
         assert all(torch.equal(ranks[rank][name], tensor) for name, tensor in tensors.items())
-    back = _make_params(hf_manifest(spec, 9))
-    execute(plan(manifests, [hf_manifest(spec, 9)]), {**ranks, 9: back}, torch.bfloat16)
+    target = hf_side(spec, 9, "bfloat16")
+    back = _make_params(target.manifest(9))
+    execute(plan(megatron_side(spec, layout), target), {**ranks, 9: back})
     with HfWriter(tmp_path / "in", tmp_path / "out", 20_000) as writer:
         for name, tensor in back.items():
             writer.add(name, tensor)
@@ -198,7 +200,7 @@ def test_a_writer_refuses_an_existing_target_and_a_source_without_config(
 
 def test_faults_in_the_folder_are_named(folder: Path, tmp_path: Path) -> None:
     spec = load_spec(folder)
-    manifest = hf_manifest(spec, 0)
+    manifest = hf_side(spec, 0).manifest(0)
     params = _make_params(manifest)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     name = "model.layers.1.mlp.up_proj.weight"
@@ -243,7 +245,7 @@ def test_faults_in_the_folder_are_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_parameters_that_are_not_those_of_the_manifest_are_named(folder: Path) -> None:
-    manifest = hf_manifest(load_spec(folder), 3)
+    manifest = hf_side(load_spec(folder), 3).manifest(3)
     params = _make_params(manifest)
     with pytest.raises(ConversionError, match=r"rank 3 .* does not know: extra"):
         load_hf(folder, manifest, {**params, "extra": torch.zeros(1)})

@@ -11,6 +11,8 @@ from megarl.types import Control, MetricValues, TrainBatch, field_tensors
 def _make_batch(lengths: list[int]) -> TrainBatch:
     num_tokens, num_rows = sum(lengths), len(lengths)
     return TrainBatch(
+        prompt_ids=torch.arange(num_rows),
+        sample_ids=torch.zeros(num_rows, dtype=torch.int64),
         lengths=torch.tensor(lengths, dtype=torch.int64),
         tokens=torch.randint(0, 99, (num_tokens,)),
         loss_mask=torch.rand(num_tokens),

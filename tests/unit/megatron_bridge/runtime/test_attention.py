@@ -46,7 +46,7 @@ def test_packed_attention_equals_each_sequence_alone(lengths: list[int], seed: i
         for heads in (HEADS, GROUPS, GROUPS)
     ]
     upstream = torch.randn(total, HEADS * SIZE, generator=generator)
-    attention = PackedAttention(SimpleNamespace())  # pyright: ignore
+    attention = PackedAttention(SimpleNamespace(multi_latent_attention=False))  # pyright: ignore
     packed = pack(torch.tensor(lengths), _frequencies(), torch.float32)
     found = attention(*inputs, None, packed_seq_params=packed)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_bridge.errors import LayoutError
+from megatron_bridge.errors import LayoutError, PlanError
 from megatron_bridge.parallel import TrainerLayout
 from megatron_bridge.runtime import setup
 from megatron_bridge.runtime.architecture import inverse_frequencies, transformer_config
@@ -98,16 +98,16 @@ def test_acceleration_reports_all_four() -> None:
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        (TrainerLayout(pp=3), "4 of 4 layers do not divide among 3 pipeline stages"),
-        (TrainerLayout(pp=2, vpp=4), "of 4 chunks"),
-        (TrainerLayout(pp=2, num_layers_in_first_stage=5), "-1 of 4 layers"),
-        (TrainerLayout(tp=8), "num_heads 4 of the model is not divisible by tp=8"),
+        (TrainerLayout(pp=3), "4 layers do not divide over 3 stages"),
+        (TrainerLayout(pp=2, vpp=4), "vpp 4 does not divide the 2 layers"),
+        (TrainerLayout(pp=2, num_layers_in_first_stage=5), "leave -1 layers"),
+        (TrainerLayout(tp=8), "tp 8 does not divide the model's 4 attention heads"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused(
     layout: TrainerLayout, reason: str
 ) -> None:
-    with pytest.raises(LayoutError, match=reason):
+    with pytest.raises(PlanError, match=reason):
         transformer_config(make_spec("llama"), layout, "float32", recompute=False)
 
 

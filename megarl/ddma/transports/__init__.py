@@ -1,0 +1,1 @@
+"""How the messages of a plan move between ranks."""
