@@ -1,8 +1,8 @@
 """The start-up contract: what must hold before the first sample and the first optimizer step.
 
 * The engine's live parameters are those of the manifest, as they lie (`require_manifest`).
-* Poisoned (`poison`) and filled by one transfer, they hold the checkpoint bit for bit, padding
-  zero (`first_difference`).
+* Poisoned (`poison`) and filled by one transfer, they hold the checkpoint bit for bit, or what
+  quantising it gives, padding zero (`first_difference`).
 * Trainer and generators give the tokens of the first batch the same log-probabilities, within a
   bound (`token_errors` on each trainer rank, `merge_errors` and `require_agreement` on all).
 
@@ -20,16 +20,19 @@ import torch
 from torch import Tensor
 
 from megarl.config import RunConfig
+from megarl.ddma.quantize import quantize_blockwise, quantize_per_tensor
 from megarl.errors import ContractError, WeightSyncError
 from megarl.types import TrainBatch
 from megatron_bridge.io.hf import stream_params
+from megatron_bridge.parallel import Quantization
 from megatron_bridge.spec import LocalParam, RankManifest
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Seen between equal engines of the built-in task's model: float32 9e-6 and 2e-7, bfloat16 .18 and
 # 4e-3; in float32 a norm's epsilon ten times too large gives .014 and 2e-3. bfloat16 would hide it
 # and large models have rarer tokens, so there only what is plainly wrong is refused.
-_BOUNDS = {"float32": (1e-3, 1e-4), "bfloat16": (4.0, 0.05)}  # largest, mean
+# FP8 weights alone give .3 and .06 there before training: the policy gradient corrects for them.
+_BOUNDS = {"float32": (1e-3, 1e-4), "bfloat16": (4.0, 0.05), "fp8": (4.0, 0.25)}  # largest, mean
 
 
 def _dtype(param: LocalParam, side: torch.dtype) -> torch.dtype:
@@ -47,10 +50,9 @@ def compare_manifest(
     Args:
         dtype: of the parameters for which the manifest names none.
         transforms: layer -> what the engine made of its weights after loading, where it does not
-            compute with them as they lie; allowed where the manifest has them quantized.
+            compute with them as they lie.
     """
     expected = {param.name: param for param in manifest.params}
-    quantized = {param.name.rpartition(".")[0] for param in manifest.params if param.quantization}
     lines = [
         f"missing: {name}, expected {param.shape} {_dtype(param, dtype)}"
         for name, param in expected.items()
@@ -64,7 +66,6 @@ def compare_manifest(
     return lines + [
         f"transformed: {layer} by {what}, expected to compute with its weights as they lie"
         for layer, what in transforms.items()
-        if layer not in quantized
     ]
 
 
@@ -107,8 +108,7 @@ def first_difference(
 ) -> str | None:
     """Compare live parameters with a checkpoint bit for bit, one parameter in memory at a time.
 
-    Parameters that the manifest has quantized, and their scales, are passed over: their bits are
-    not the checkpoint's.
+    Those that the manifest has quantized are compared with what quantising the checkpoint's gives.
 
     Args:
         dtype: of the trainer, through which the checkpoint's values went.
@@ -117,22 +117,47 @@ def first_difference(
         None where all are equal; else what differs first: canonical tensor, parameter, index and
         both values.
     """
-    exact = tuple(p for p in manifest.params if not (p.quantization or p.derived))
-    wanted = RankManifest(rank=manifest.rank, params=exact)
-    for param, values in stream_params(folder, wanted, lambda param: _dtype(param, dtype)):
+    named = {param.name: param for param in manifest.params}
+    plain = tuple(param for param in manifest.params if not param.derived)
+    wanted = RankManifest(rank=manifest.rank, params=plain)
+    for param, values in stream_params(
+        folder, wanted, lambda param: dtype if param.quantization else _dtype(param, dtype)
+    ):
         found = live[param.name]
-        values = values.to(device=found.device, dtype=found.dtype)
-        bits = _BITS[found.dtype.itemsize]
-        differs = found.contiguous().view(bits) != values.view(bits)
-        if count := int(differs.sum()):
-            first = differs.flatten().byte().argmax()
-            index = tuple(int(place) for place in torch.unravel_index(first, differs.shape))
-            return (
-                f"{_place(param, index)} is {found[index].item()!r} in the engine and "
-                f"{values[index].item()!r} in {folder} (as {found.dtype}); of the parameter's "
-                f"{values.numel()} elements {count} differ"
+        values = values.to(found.device)
+        if param.quantization:
+            elements, scales = _quantized(param, values, live[param.scales])
+            line = _difference(param, found, elements, folder) or _difference(
+                named[param.scales], live[param.scales], scales, folder
             )
+        else:
+            line = _difference(param, found, values.to(found.dtype), folder)
+        if line:
+            return line
     return None
+
+
+def _quantized(param: LocalParam, values: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the FP8 elements and the scales of a whole parameter."""
+    elements, scales = torch.empty_like(values, dtype=torch.float8_e4m3fn), torch.empty_like(like)
+    quantize = quantize_blockwise if param.quantization == "block" else quantize_per_tensor
+    quantize(values, elements, scales)
+    return elements, scales
+
+
+def _difference(param: LocalParam, found: Tensor, values: Tensor, folder: Path) -> str | None:
+    bits = _BITS[found.dtype.itemsize]
+    differs = found.contiguous().view(bits) != values.view(bits)
+    count = int(differs.sum())
+    if not count:
+        return None
+    first = differs.flatten().byte().argmax()
+    index = tuple(int(place) for place in torch.unravel_index(first, differs.shape))
+    return (
+        f"{_place(param, index)} is {found[index].item()!r} in the engine and "
+        f"{values[index].item()!r} in {folder} (as {found.dtype}); of the parameter's "
+        f"{values.numel()} elements {count} differ"
+    )
 
 
 def _place(param: LocalParam, index: tuple[int, ...]) -> str:
@@ -143,6 +168,8 @@ def _place(param: LocalParam, index: tuple[int, ...]) -> str:
         offsets = [place - low + origin for place, low, high, origin in at if low <= place < high]
         if len(offsets) == len(index):
             return f"{shard.tensor}[{', '.join(map(str, offsets))}] (in {here})"
+    if param.derived:
+        return f"the scale {here}"
     return f"padding (in {here})"
 
 
@@ -159,9 +186,10 @@ class Agreement:
 def error_bounds(config: RunConfig) -> tuple[float, float]:
     """Return the largest and the mean |log pi - log mu| that a run may start with."""
     fault = config.fault
-    largest, mean = _BOUNDS[
-        "bfloat16" if "bfloat16" in (config.model.dtype, config.generator_dtype) else "float32"
-    ]
+    kind = "bfloat16" if "bfloat16" in (config.model.dtype, config.generator_dtype) else "float32"
+    if config.generator.layout.quantization is not Quantization.NONE:
+        kind = "fp8"
+    largest, mean = _BOUNDS[kind]
     return fault.max_logprob_error or largest, fault.mean_logprob_error or mean
 
 

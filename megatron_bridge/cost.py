@@ -134,8 +134,9 @@ def _fill_bytes(transfer: TransferPlan) -> int:
     for route in transfer.routes:
         if transfer.is_forwarded(route):
             ring = policy.forwarding is Forwarding.RING
-            stripe = min(policy.message_bytes, -(-route.nbytes // len(route.targets)))
-            hops = max(hops, stripe * (len(route.targets) - 1 if ring else 1))
+            pieces = len(transfer.pieces(route, 0, route.nbytes))
+            message = -(-route.nbytes // max(pieces, len(route.targets)))
+            hops = max(hops, message * (len(route.targets) - 1 if ring else 1))
     return hops
 
 

@@ -66,6 +66,7 @@ class Message(NamedTuple):
     items: tuple[Operation, ...]
     step: int  # position in its pair's traffic, later by a lag for each hop
     hop: int  # 0 from a trainer; of a forwarded one 1 or more
+    relayed: bool  # the target passes it on, or has it from one that did
     content: tuple[int, int, int]  # (route, stripe, piece): alike on every hop of the same bytes
 
     @property

@@ -88,17 +88,11 @@ class TrainerLayout:
 
 
 class Quantization(StrEnum):
-    """How a generator holds the matrices of its linear layers.
-
-    ``fake`` ones hold the values of the FP8 elements in the generator's own dtype: what an engine
-    without FP8 kernels can run.
-    """
+    """How a generator holds the matrices of its linear layers and experts."""
 
     NONE = "none"
     FP8_BLOCK = "fp8_block"  # float8_e4m3fn, a scale for each 128 x 128 block
     FP8_TENSOR = "fp8_tensor"  # float8_e4m3fn, a scale for each parameter
-    FAKE_FP8_BLOCK = "fake_fp8_block"
-    FAKE_FP8_TENSOR = "fake_fp8_tensor"
 
 
 @dataclass(frozen=True, kw_only=True)

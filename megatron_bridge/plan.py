@@ -30,6 +30,9 @@ from megatron_bridge.proof import prove_coverage, prove_stripes
 from megatron_bridge.routes import Part, Piece, Region, Route, build_routes
 from megatron_bridge.side import Side, Variant
 
+_LAG = 2  # steps from a hop to the next: one message arrives while the one before goes on
+_FORWARDED_PIECES = 64  # of a line, at least, so that few bytes are in flight between hops
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPolicy:
@@ -99,8 +102,14 @@ class TransferPlan:
                 yield from unicast_flows(route, self.policy.seats, rank)
 
     def pieces(self, route: Route, low: int, high: int) -> tuple[Piece, ...]:
-        """Return how bytes ``low`` to ``high`` of a line are cut into messages."""
-        return route.pieces(low, high, (self.policy.alone_bytes, self.policy.message_bytes))
+        """Return how bytes ``low`` to ``high`` of a line are cut into messages.
+
+        Those that are forwarded are small enough to travel one behind the other.
+        """
+        alone, largest = self.policy.alone_bytes, self.policy.message_bytes
+        if self.is_forwarded(route):
+            largest = min(largest, max(alone, route.nbytes // _FORWARDED_PIECES))
+        return route.pieces(low, high, (alone, largest))
 
     def messages(self, rank: int) -> list[Message]:
         """Return what ``rank`` sends and receives, in the order in which it must be posted."""
@@ -108,7 +117,6 @@ class TransferPlan:
         known: dict[tuple[int, int, int, bool], list[list[_Copy]]] = {}  # of what several get
         for flow in self.flows(rank):
             source, target, first = flow.source_rank, flow.target_rank, flow.hop == 0
-            lag = 0 if first else self._lag(flow.route) * flow.hop
             key = (flow.route.index, flow.low, flow.high, first)
             if key not in known:
                 pieces = self.pieces(flow.route, flow.low, flow.high)
@@ -119,17 +127,14 @@ class TransferPlan:
                         source_rank=source,
                         target_rank=target,
                         items=tuple([Operation(source, target, *copy) for copy in copies]),
-                        step=index + lag,
+                        step=index + _LAG * flow.hop,
                         hop=flow.hop,
+                        relayed=self.is_forwarded(flow.route),
                         content=(flow.route.index, flow.stripe, index),
                     )
                 )
         found.sort(key=lambda message: message.key)
         return found
-
-    def _lag(self, route: Route) -> int:
-        """Return by how many steps a hop comes after the one before it: a stripe's messages."""
-        return 1 + len(self.pieces(route, 0, route.nbytes)) // len(route.targets)
 
     def load(self) -> Load:
         """Return the bytes that each rank sends and receives."""

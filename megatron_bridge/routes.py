@@ -7,6 +7,7 @@ is divided among the ranks (`flows`) and cut into messages (`Route.pieces`) is a
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -104,7 +105,7 @@ Piece = tuple[tuple[Part, Region, int, int], ...]  # regions' rows low to high, 
 class Route:
     """A line of ``nbytes`` that every one of ``targets`` gets from any of ``sources``."""
 
-    index: int
+    index: int  # follows from the two groups of ranks, whatever other routes there are
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     parts: list[Part] = field(default_factory=list)
@@ -243,8 +244,8 @@ _Meeting = list[tuple[Route, int, tuple[Region, ...], int]]  # the same, with th
 class _Meetings:
     """Finds what blocks have in common, once for each kind of block and each group of ranks."""
 
-    def __init__(self, dtype: str):
-        self._dtype = dtype
+    def __init__(self, dtype: str, rank: int | None):
+        self._dtype, self._rank = dtype, rank
         self.routes: dict[tuple[tuple[int, ...], tuple[int, ...]], Route] = {}
         self._shards: dict[int, dict[str, list[tuple[int, Shard]]]] = {}
         self._regions: dict[tuple[int, ...], list[_Common]] = {}
@@ -261,13 +262,22 @@ class _Meetings:
     def _meet(
         self, held: Sequence[Block], wanted: Block
     ) -> Iterator[tuple[Route, int, tuple[Region, ...], int]]:
+        sends = any(self._is_mine(ranks) for block in held for ranks in block.ranks)
         for variant, targets in zip(wanted.variants, wanted.ranks, strict=True):
+            receives = self._is_mine(targets)
+            if not sends and not receives:
+                continue
             for index, place, regions, size in self._common(held, variant):
                 ends = (held[index].ranks[place], targets)
+                if not receives and not self._is_mine(ends[0]):
+                    continue
                 if ends not in self.routes:
-                    number = len(self.routes)
+                    number = zlib.crc32(repr(ends).encode())
                     self.routes[ends] = Route(index=number, sources=ends[0], targets=ends[1])
                 yield self.routes[ends], index, regions, size
+
+    def _is_mine(self, ranks: tuple[int, ...]) -> bool:
+        return self._rank is None or self._rank in ranks
 
     def _common(self, held: Sequence[Block], variant: Variant) -> list[_Common]:
         key = (id(variant), *(id(block.variants) for block in held))
@@ -284,13 +294,13 @@ class _Meetings:
         return self._regions[key]
 
 
-def build_routes(source: Side, target: Side) -> list[Route]:
-    """Return all routes, in an order that depends on the two sides only."""
+def build_routes(source: Side, target: Side, rank: int | None = None) -> list[Route]:
+    """Return all routes, or those of ``rank``, in an order that depends on the two sides only."""
     blocks: dict[str, list[Block]] = defaultdict(list)
     for block in source.blocks:
         if not block.is_copy:
             blocks[block.canonical].append(block)
-    meetings = _Meetings(target.dtype)
+    meetings = _Meetings(target.dtype, rank)
     for wanted in target.blocks:
         held = blocks.get(wanted.canonical, [])
         for route, index, regions, size in meetings.of(held, wanted):

@@ -151,7 +151,7 @@ class LocalParam:
     shards: tuple[Shard, ...]
     dtype: str = ""  # "": that of its side
     quantization: str = ""  # "block" (128 x 128) or "tensor": what its elements are scaled by
-    scales: str = ""  # name of the parameter of its scales; "" where it holds scaled-back values
+    scales: str = ""  # name of the parameter of its scales, where it is quantized
     derived: bool = False  # made from another parameter, never sent: scales
 
 

@@ -24,8 +24,8 @@ LEVELS = (
     {"megarl.executors.base", "megarl.channels.base", "megarl.rollout", "megarl.algorithms"}
     | {"megarl.rewards", "megarl.data", "megarl.observe", "megarl.world"},
     {"megarl.weights"},
-    {"megarl.ddma", "megarl.checkpoint", "megarl.check", "megarl.contract"},
-    {"megarl.channels"},
+    {"megarl.ddma", "megarl.checkpoint", "megarl.check"},
+    {"megarl.channels", "megarl.contract"},
     {"megarl.executors", "megarl.controller"},
     {"megarl.wiring"},
     {"megarl.evaluate", "megarl.doctor"},

@@ -11,12 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megarl.ddma.quantize import (
-    dequantize_blockwise,
-    dequantize_per_tensor,
-    quantize_blockwise,
-    quantize_per_tensor,
-)
+from megarl.ddma.quantize import quantize_blockwise, quantize_per_tensor
 from megatron_bridge.layouts.megatron import megatron_side
 from megatron_bridge.layouts.vllm import vllm_side
 from megatron_bridge.models.checks import layers_of_stage
@@ -88,14 +83,15 @@ class WeightCase:
         return found
 
 
-_LINEAR = ("_proj.weight", "w13_weight", "w2_weight")
+_LINEAR = ("_proj.weight", "_proj_with_mqa.weight", "w13_weight", "w2_weight")
 
 
 def quantized_tensors(tensors: Tensors, how: Quantization) -> Tensors:
     """Return what a quantised generator holds instead of plain tensors: each one quantised whole."""
     if how is Quantization.NONE:
         return tensors
-    blockwise = how in (Quantization.FP8_BLOCK, Quantization.FAKE_FP8_BLOCK)
+    blockwise = how is Quantization.FP8_BLOCK
+    quantize = quantize_blockwise if blockwise else quantize_per_tensor
     out: Tensors = {}
     for name, tensor in tensors.items():
         if not name.endswith(_LINEAR):
@@ -104,17 +100,8 @@ def quantized_tensors(tensors: Tensors, how: Quantization) -> Tensors:
         elements = torch.empty_like(tensor, dtype=torch.float8_e4m3fn)
         grid = [-(-size // 128) for size in tensor.shape] if blockwise else [1]
         scales = torch.empty(grid)
-        quantize, restore = (
-            (quantize_blockwise, dequantize_blockwise)
-            if blockwise
-            else (quantize_per_tensor, dequantize_per_tensor)
-        )
         quantize(tensor, elements, scales)
-        if how in (Quantization.FP8_BLOCK, Quantization.FP8_TENSOR):
-            out |= {name: elements, f"{name}_scale{'_inv' if blockwise else ''}": scales}
-        else:
-            out[name] = torch.empty_like(tensor)
-            restore(elements, scales, out[name])
+        out |= {name: elements, f"{name}_scale{'_inv' if blockwise else ''}": scales}
     return out
 
 

@@ -67,12 +67,11 @@ def _metadata(
     dp_groups = {first_rank + rank: group(rank, "dp", layout.dp) for rank in ranks}
     pp_groups = {first_rank + rank: group(rank, "pp", layout.pp) for rank in ranks}
     for block in megatron_side(spec, layout).blocks:
-        is_tp = len(block.ranks) == layout.tp
         for variant, holders in zip(block.variants, block.ranks, strict=True):
             for param in variant:
                 for local_rank in holders:
                     rank = first_rank + local_rank
-                    meta = _one(block.local, param, is_tp and layout.tp > 1)
+                    meta = _one(block.local, param)
                     meta.owner_rank = rank
                     meta.tensor_parallel_group_ranks = tp_groups[rank] if meta.is_tp else None
                     meta.data_parallel_group_ranks = dp_groups[rank]
@@ -80,8 +79,9 @@ def _metadata(
                     yield rank, meta
 
 
-def _one(prefix: str, param: LocalParam, is_tp: bool) -> ParameterMetadata:
+def _one(prefix: str, param: LocalParam) -> ParameterMetadata:
     name = prefix + param.name
+    is_tp = "norm" not in param.name  # Megatron marks its parallel layers so also where tp is 1
     return ParameterMetadata(
         name=name,
         shape=param.shape,
@@ -98,10 +98,10 @@ def peer_figures(spec: ModelSpec, config: RunConfig) -> PeerFigures:
     """Plan the run's transfer with Megatron-Core; generators are Megatron models of the same tp.
 
     Raises:
-        ConfigError: a mixture of experts, or generators with pipeline stages.
+        ConfigError: a mixture of experts, latent attention, or generators with pipeline stages.
     """
     layout, generator = config.trainer.layout, config.generator.layout
-    if spec.num_experts or generator.pp > 1:
+    if spec.num_experts or spec.mla or generator.pp > 1:
         raise ConfigError("--peer compares dense models and generators without pipeline stages")
     target_layout = TrainerLayout(
         tp=generator.tp, dp=generator.replicas, vocab_divisor=layout.vocab_divisor

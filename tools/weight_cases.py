@@ -143,6 +143,7 @@ class Job:
     port: int
     interface: str  # that gloo listens on
     host: str  # of the miniature cluster; "" for this machine, whose memory all ranks then share
+    rate_mbit: float  # of a host's NIC; 0: there are none
     repeats: int
     result: str  # path of the file that rank 0 writes
     log: str  # path of the file for what the rank says

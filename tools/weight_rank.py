@@ -135,7 +135,6 @@ def _first_run(scheme: Scheme, known: KnownWeights) -> _Figures:
     figures.extra_bytes = _status_bytes("VmHWM") - before
     figures.plan_seconds, figures.sent_bytes = scheme.plan_seconds, scheme.sent_bytes
     figures.extra_bytes_bound = scheme.extra_bytes_bound
-    figures.predicted_seconds = scheme.predicted_seconds
     if scheme.target:
         wrong = known.differing(scheme.target, scheme.params)
         if wrong:
@@ -170,6 +169,9 @@ def _measure(job: Job) -> dict[str, object]:
         for name, scheme in schemes.items():
             figures[name].seconds += (scheme.run(),)
     idle_later, machine_later = _machine_seconds()
+    for name, scheme in schemes.items():
+        if rank == 0:
+            figures[name].predicted_seconds = scheme.predict(job.rate_mbit * 1e6 / 8, memcpy)
     return {
         "figures": {name: asdict(found) for name, found in figures.items()},
         "reasons": reasons,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from megarl.ddma.engine import WeightSync
 from megarl.ddma.transports.collective import CollectiveTransport
 from megarl.ddma.transports.ipc import IpcTransport
 from megarl.world import Group, timed_wait
+from megatron_bridge.cluster import Cluster
+from megatron_bridge.cost import predict
 from megatron_bridge.flows import Forwarding
 from megatron_bridge.plan import PlanPolicy, plan
 from megatron_bridge.spec import RankManifest
@@ -28,6 +31,11 @@ from tools.weight_cases import Case, Unavailable
 
 _WAIT_SECONDS = 100.0
 _CPU = torch.device("cpu")
+# Measured once with this benchmark: what TCP and gloo reach of a shaped link; what copies of all
+# cores at once reach of one core's alone; handshake, checksums and vote, for each rank.
+_NIC_EFFICIENCY = 0.96
+_COPY_EFFICIENCY = 0.7
+_SYNC_SECONDS = 5e-3
 
 Tensors = dict[str, Tensor]
 
@@ -43,7 +51,6 @@ class Scheme(ABC):
     plan_seconds = 0.0  # part of `setup`
     sent_bytes = 0  # by this rank, in one run
     extra_bytes_bound: int | None = None  # what the scheme promises of its memory
-    predicted_seconds: float | None = None
 
     @abstractmethod
     def setup(self) -> None:
@@ -52,6 +59,15 @@ class Scheme(ABC):
     @abstractmethod
     def sync(self) -> None:
         """Move all weights once; all ranks enter."""
+
+    def predict(self, nic_bytes_per_second: float, copy_bytes_per_second: float) -> float | None:
+        """Return the seconds that a model of the scheme expects; None where there is none.
+
+        Args:
+            nic_bytes_per_second: of a host; 0 where all ranks share one.
+            copy_bytes_per_second: of one core's memory copies, measured here.
+        """
+        return None
 
     def run(self) -> float:
         """Move all weights once; return the seconds between two barriers. All ranks enter."""
@@ -83,10 +99,24 @@ class _Ddma(Scheme):
         began = time.perf_counter()
         transfer = plan(case.source, case.target, policy)
         self.plan_seconds = time.perf_counter() - began
+        self._plan = transfer
         transport = self._make()
         self._sync = WeightSync(transfer, self._rank, transport, self.params, verify=Verify.SAMPLED)
         self.sent_bytes = transfer.load().sent[self._rank]
         self.extra_bytes_bound = transport.window.limit_bytes
+
+    def predict(self, nic_bytes_per_second: float, copy_bytes_per_second: float) -> float:
+        """Return the cost model's seconds on the machine at hand."""
+        case, cores = self._case, os.cpu_count() or 1
+        cluster = Cluster(
+            ranks_per_host=case.ranks_per_host if nic_bytes_per_second else case.num_ranks,
+            nic_bytes_per_second=nic_bytes_per_second or 1.0,
+            nic_efficiency=_NIC_EFFICIENCY,
+            local_bytes_per_second=copy_bytes_per_second,
+            host_bytes_per_second=cores * copy_bytes_per_second * _COPY_EFFICIENCY,
+            sync_seconds=case.num_ranks * _SYNC_SECONDS,
+        )
+        return predict(self._plan, self._plan.load(), cluster).seconds
 
     def sync(self) -> None:
         self._version += 1

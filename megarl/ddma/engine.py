@@ -276,9 +276,8 @@ class WeightSync:
     ) -> dict[int, Tensor]:
         if self._verify is Verify.NONE:
             return {}
-        memory, dtype = self._transport.memory, getattr(torch, self._plan.target.dtype)
         return {
-            peer: memory.checksums(items, dtype, sending=sending)
+            peer: self._transport.memory.checksums(items, sending=sending)
             for peer, items in by_peer.items()
             if peer != self.rank
         }
@@ -301,11 +300,7 @@ class WeightSync:
 
 def _owners(items: Sequence[Operation]) -> list[Operation]:
     """Return the operation of each checksum; see `Memory.checksums`."""
-    return [
-        item
-        for item in items
-        for _ in range(2 if item.quantization == "block" and item.scales else 1)
-    ]
+    return [item for item in items for _ in range(2 if item.quantization == "block" else 1)]
 
 
 def _word(digest: str) -> int:

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.ddma.checksums import Verify, checksums
-from megarl.ddma.quantize import (
-    dequantize_blockwise,
-    dequantize_per_tensor,
-    quantize_blockwise,
-    quantize_per_tensor,
-)
+from megarl.ddma.quantize import quantize_blockwise, quantize_per_tensor
 from megatron_bridge.box import Box
 from megatron_bridge.operations import AFTER, BLOCK, SCALE_BYTES, Message, Operation
 
@@ -102,31 +97,22 @@ class Memory:
         """Write a message's bytes, [nbytes] uint8, where they belong."""
         for item, start in zip(message.items, message.offsets, strict=True):
             scales, elements = _views(item, staged[start : start + item.nbytes])
-            target = self.target(item)
-            if scales is None or target.dtype == _FP8:
-                target.copy_(elements)
-                if scales is not None:
-                    self.params[item.scales][_block_box(item.target_box)].copy_(scales)
-            else:
-                dequantize_blockwise(elements, scales, target)
+            self.target(item).copy_(elements)
+            if scales is not None:
+                self.params[item.scales][_block_box(item.target_box)].copy_(scales)
 
     def write(self, item: Operation, remote: Memory) -> None:
         """Write an operation of this rank into another rank's parameters."""
-        target = remote.target(item)
-        if item.quantization != "block" or self.source(item).dtype == _FP8:
-            target.copy_(self.source(item))
-            if item.quantization == "block":
-                scales = self.params[item.scales][_block_box(item.source_box)]
-                remote.params[item.scales][_block_box(item.target_box)].copy_(scales)
-        elif target.dtype == _FP8:
-            scales = remote.params[item.scales][_block_box(item.target_box)]
-            quantize_blockwise(self.source(item), target, scales)
+        source, target = self.source(item), remote.target(item)
+        if item.quantization != "block":
+            target.copy_(source)
+            return
+        scales = remote.params[item.scales][_block_box(item.target_box)]
+        if source.dtype == _FP8:  # forwarded
+            target.copy_(source)
+            scales.copy_(self.params[item.scales][_block_box(item.source_box)])
         else:
-            staged = torch.empty(item.nbytes, dtype=torch.uint8, device=target.device)
-            scales, elements = _views(item, staged)
-            assert scales is not None
-            quantize_blockwise(self.source(item), elements, scales)
-            dequantize_blockwise(elements, scales, target)
+            quantize_blockwise(source, target, scales)
 
     def arrived(self, message: Message) -> None:
         """Quantise what is now complete; called once for each message."""
@@ -142,31 +128,15 @@ class Memory:
                     self._quantize(item, self._scratch.pop(name))
 
     def _quantize(self, item: Operation, whole: Tensor) -> None:
-        param = self.params[item.target_param]
         blockwise = item.quantization == "after_block"
-        grid = tuple(-(-size // BLOCK) for size in whole.shape) if blockwise else (1,)
-        real = param.dtype == _FP8
-        elements = param if real else torch.empty_like(whole, dtype=_FP8)
-        scales = self.params[item.scales] if real else whole.new_empty(grid, dtype=torch.float32)
-        quantize, dequantize = (
-            (quantize_blockwise, dequantize_blockwise)
-            if blockwise
-            else (quantize_per_tensor, dequantize_per_tensor)
-        )
-        quantize(whole, elements, scales)
-        if not real:
-            dequantize(elements, scales, param)
+        quantize = quantize_blockwise if blockwise else quantize_per_tensor
+        quantize(whole, self.params[item.target_param], self.params[item.scales])
 
-    def checksums(
-        self, items: Sequence[Operation], target_dtype: torch.dtype, *, sending: bool
-    ) -> Tensor:
+    def checksums(self, items: Sequence[Operation], *, sending: bool) -> Tensor:
         """Return checksums of what the targets of ``items`` must hold, or of what they hold.
 
-        An operation has one, a quantised one with scales two. Of a quantised one only the first
-        blocks are read, unless all is to be.
-
-        Args:
-            target_dtype: of targets that hold scaled-back values.
+        An operation has one; one with scales on the wire two, of which only the first blocks are
+        read, unless all is to be.
         """
         regions: list[Tensor] = []
         dtypes: list[torch.dtype] = []
@@ -177,7 +147,7 @@ class Memory:
                 found.append(self._sums[item.target_param, item.target_box])
                 continue
             if item.quantization == "block":
-                images = self._images(item, target_dtype, sending=sending)
+                images = self._images(item, sending=sending)
                 dtypes += [image.dtype for image in images]
             else:
                 images = (self.source(item) if sending else self.target(item),)
@@ -190,16 +160,12 @@ class Memory:
             sums[places] = checksums(regions, dtypes, self._verify)
         return sums.cpu()
 
-    def _images(
-        self, item: Operation, target_dtype: torch.dtype, *, sending: bool
-    ) -> tuple[Tensor, ...]:
-        """Return what a quantised operation's target holds: bits and scales, or scaled-back values."""
+    def _images(self, item: Operation, *, sending: bool) -> tuple[Tensor, Tensor]:
+        """Return what a quantised operation's target holds: elements' bits and scales."""
         region = self.source(item) if sending else self.target(item)
         box = item.source_box if sending else item.target_box
         rows = len(region) if self._verify is Verify.FULL else min(BLOCK, len(region))
         region = region[:rows]
-        if not sending and not item.scales:
-            return (region,)
         if region.dtype == _FP8:
             scales = self.params[item.scales][_block_box(box)]
             return region.view(torch.int8), scales[: -(-rows // BLOCK)]
@@ -207,11 +173,7 @@ class Memory:
         elements = torch.empty_like(region, dtype=_FP8, memory_format=torch.contiguous_format)
         scales = region.new_empty(grid, dtype=torch.float32)
         quantize_blockwise(region, elements, scales)
-        if item.scales:
-            return elements.view(torch.int8), scales
-        image = torch.empty_like(elements, dtype=target_dtype)
-        dequantize_blockwise(elements, scales, image)
-        return (image,)
+        return elements.view(torch.int8), scales
 
 
 def _views(item: Operation, staged: Tensor) -> tuple[Tensor | None, Tensor]:

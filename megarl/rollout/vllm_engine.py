@@ -91,7 +91,6 @@ class VllmEngine(Engine):
         _check_world(settings)
         on_gpu = torch.cuda.is_available()
         _set_environment(on_gpu)
-        from megarl.rollout.vllm_fp8 import keep_fp8_weights_live
         from megarl.rollout.vllm_worker import (
             StatelessSampler,
             drop_message_queue,
@@ -106,7 +105,6 @@ class VllmEngine(Engine):
         keep_default_group()
         if not on_gpu:
             keep_cpu_weights_live()
-            keep_fp8_weights_live()
         with _own_random_state():
             self._llm = _build(settings, on_gpu)
         self._core = self._llm.engine_core

@@ -5,9 +5,11 @@ Used by `megarl.rollout.vllm_engine` and `vllm_worker`; importing this file impo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import vllm.model_executor.layers.fused_moe.experts.cpu_moe as cpu_moe
 from torch import Tensor
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
@@ -18,7 +20,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.triton import (
     TritonFp8BlockScaledMMKernel,
     TritonFP8ScaledMMLinearKernel,
 )
-from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
 from megatron_bridge.operations import BLOCK
 from megatron_bridge.parallel import Quantization
@@ -31,6 +34,7 @@ _PLAIN_KERNELS = (
     TritonFP8ScaledMMLinearKernel,
     CPUFp8BlockScaledMMKernel,  # as `keep_fp8_weights_live` leaves it
 )
+_PLAIN_EXPERTS = (Fp8MoeBackend.TRITON, Fp8MoeBackend.BATCHED_TRITON, Fp8MoeBackend.CPU)
 
 
 def quantization_overrides(how: Quantization) -> dict[str, Any]:
@@ -43,7 +47,15 @@ def quantization_overrides(how: Quantization) -> dict[str, Any]:
     return {"quantization_config": fp8}
 
 
-def _apply_scaled_back(
+def _scaled_back(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [..., out, in] times the scales of its blocks."""
+    rows, columns = weight.shape[-2:]
+    scales = scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
+    scales = scales.repeat_interleave(BLOCK, -1)[..., :columns]
+    return (weight.float() * scales).to(dtype)
+
+
+def _multiply(
     self: CPUFp8BlockScaledMMKernel,
     layer: Any,
     x: Tensor,
@@ -51,24 +63,38 @@ def _apply_scaled_back(
     **unused: Any,
 ) -> Tensor:
     """Multiply [T, in] by a weight [out, in] that is scaled back at each call."""
-    rows, columns = layer.weight.shape
-    scales = layer.weight_scale_inv.repeat_interleave(BLOCK, 0)[:rows]
-    scales = scales.repeat_interleave(BLOCK, 1)[:, :columns]
-    weight = (layer.weight.float() * scales).to(x.dtype)
+    weight = _scaled_back(layer.weight, layer.weight_scale_inv, x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def keep_fp8_weights_live() -> None:
-    """Make vLLM's CPU build run block-wise FP8 linear layers on any CPU, from their live weights.
+def keep_fp8_weights_live(apply_experts: Callable[..., None]) -> None:
+    """Make vLLM's CPU build run block-wise FP8 layers on any CPU, from their live weights.
 
-    Its own kernel needs AMX and packs the weights while loading: later writes would be lost.
+    Its own kernels need AMX and pack the weights while loading: later writes would be lost.
+
+    Args:
+        apply_experts: adds up the chosen ones of unquantised experts.
     """
+
+    def apply(
+        self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, **routing: Any
+    ) -> None:
+        w1 = _scaled_back(w1, self.w1_scale, hidden_states.dtype)
+        w2 = _scaled_back(w2, self.w2_scale, hidden_states.dtype)
+        apply_experts(self, output, hidden_states, w1, w2, **routing)
+
     kernel: Any = CPUFp8BlockScaledMMKernel
     kernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
     kernel.process_weights_after_loading = lambda self, layer: None
-    kernel.apply_weights = _apply_scaled_back
+    kernel.apply_weights = _multiply
+    experts: Any = cpu_moe.CPUExpertsFp8
+    experts._supports_current_device = staticmethod(lambda: True)
+    experts.apply = apply
+    cpu_moe.prepare_fp8_moe_layer_for_cpu = lambda w13, w2: (w13, w2)
 
 
 def is_plain(method: Any) -> bool:
-    """Whether a quantised linear layer computes with its weights as they lie."""
+    """Whether a quantised layer computes with its weights as they lie."""
+    if isinstance(method, Fp8MoEMethod):
+        return method.fp8_backend in _PLAIN_EXPERTS
     return isinstance(method, Fp8LinearMethod) and isinstance(method.fp8_linear, _PLAIN_KERNELS)

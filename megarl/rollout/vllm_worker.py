@@ -24,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from megarl.errors import ConfigError
-from megarl.rollout.vllm_fp8 import is_plain
+from megarl.rollout.vllm_fp8 import is_plain, keep_fp8_weights_live
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -83,6 +83,7 @@ def keep_cpu_weights_live() -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = _use_weight_in_place
     CPUUnquantizedExperts.process_weights_after_loading = _leave_experts_unpacked
     CPUUnquantizedExperts.apply = _apply_unpacked_experts  # pyright: ignore
+    keep_fp8_weights_live(_apply_unpacked_experts)
 
 
 def transformed_layers(model: torch.nn.Module) -> dict[str, str]:

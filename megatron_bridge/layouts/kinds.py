@@ -5,11 +5,10 @@ Called by the layouts only. Tensor names of a kind lack the layer's prefix.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from megatron_bridge.models.families import canonical_tensors
+from megatron_bridge.models.families import layer_tensors, outer_tensors
 from megatron_bridge.spec import CanonicalTensor, ModelSpec, Part
 
 Parts = dict[Part, CanonicalTensor]
@@ -31,19 +30,16 @@ def layer_prefix(layer: int) -> str:
 @lru_cache(maxsize=8)
 def kinds_of(spec: ModelSpec) -> tuple[Kind, tuple[Kind, ...]]:
     """Return what stands outside the layers, and each layer's kind; equal layers share one object."""
-    grouped: dict[int | None, list[CanonicalTensor]] = defaultdict(list)
-    for tensor in canonical_tensors(spec):
-        grouped[tensor.layer].append(tensor)
-    outer = _kind(grouped.pop(None))
-    known: dict[tuple[tuple[object, ...], ...], Kind] = {}
+    known: dict[tuple[bool, bool], Kind] = {}
     kinds: list[Kind] = []
-    for layer, tensors in sorted(grouped.items(), key=lambda item: item[0] or 0):
-        prefix = len(layer_prefix(layer or 0))
-        key = tuple((t.name[prefix:], t.part, t.shape, t.expert, t.dtype) for t in tensors)
+    for layer in range(spec.num_layers + spec.num_mtp_layers):
+        key = (spec.has_experts(layer), layer >= spec.num_layers)
         if key not in known:
-            known[key] = _kind([replace(t, name=t.name[prefix:]) for t in tensors])
+            prefix = len(layer_prefix(layer))
+            tensors = layer_tensors(spec, layer)
+            known[key] = _kind([replace(t, name=t.name[prefix:], layer=None) for t in tensors])
         kinds.append(known[key])
-    return outer, tuple(kinds)
+    return _kind(outer_tensors(spec)), tuple(kinds)
 
 
 def _kind(tensors: list[CanonicalTensor]) -> Kind:

@@ -30,29 +30,28 @@ def _one(param: LocalParam, how: Quantization) -> Iterator[LocalParam]:
     if how is Quantization.NONE or len(param.shape) < 2:
         yield param
         return
-    per_block = how in (Quantization.FP8_BLOCK, Quantization.FAKE_FP8_BLOCK)
-    kind = "block" if per_block else "tensor"
+    per_block = how is Quantization.FP8_BLOCK
     if per_block:
         _check_blocks(param)
     elif "experts." in param.name:
         raise PlanError(f"{param.name} stacks experts, which {how.value} would give one scale")
-    if how in (Quantization.FAKE_FP8_BLOCK, Quantization.FAKE_FP8_TENSOR):
-        yield replace(param, quantization=kind)
-        return
     scales = f"{param.name}_scale_inv" if per_block else f"{param.name}_scale"
     rows, columns = param.shape
     shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if per_block else (1,)
+    kind = "block" if per_block else "tensor"
     yield replace(param, dtype=FP8, quantization=kind, scales=scales)
     yield LocalParam(name=scales, shape=shape, shards=(), dtype="float32", derived=True)
 
 
 def _check_blocks(param: LocalParam) -> None:
-    """Refuse parts that share a block: their scale would mix two weights."""
+    """Refuse parts that share a block, whose scale would mix two weights, and cuts of a block."""
     for shard in param.shards:
         for dim in range(2):
             low, high = shard.local.start[dim], shard.local.stop[dim]
-            if low % BLOCK or (high % BLOCK and high != param.shape[dim]):
+            cut = low % BLOCK or shard.box.start[dim] % BLOCK
+            if cut or (high % BLOCK and high != param.shape[dim]):
                 raise PlanError(
-                    f"{param.name} holds {shard.tensor} at {shard.local}, expected multiples of "
-                    f"{BLOCK}: blocks of one scale would lie across two weights or two ranks"
+                    f"{param.name} holds {shard.tensor}, {shard.box}, at {shard.local}, expected "
+                    f"multiples of {BLOCK}: blocks of one scale would lie across two weights or "
+                    "two ranks"
                 )

@@ -21,7 +21,7 @@ from megatron_bridge.models.checks import (
     generator_layers_of_stage,
     vllm_vocab_size,
 )
-from megatron_bridge.parallel import GeneratorLayout
+from megatron_bridge.parallel import GeneratorLayout, Quantization
 from megatron_bridge.side import Block, Side, Variant
 from megatron_bridge.spec import CanonicalTensor, LocalParam, ModelSpec, Part, RankManifest
 
@@ -35,6 +35,7 @@ _STACKED = (
 )
 # The same, but whole on every rank.
 _STACKED_WHOLE = (("q_a_proj", "fused_qkv_a_proj", (Part.MLA_Q_DOWN, Part.MLA_KV_DOWN)),)
+_LINEAR_WHOLE = (Part.MLA_Q_DOWN, Part.MLA_KV_DOWN)  # quantised, where the generator is
 _ROWS = (Part.MLA_Q, Part.MLA_Q_UP, Part.MLA_KV_UP)
 _COLUMNS = (Part.O, Part.DOWN, Part.SHARED_DOWN)
 _SHARDED = {part for *_, parts in _STACKED for part in parts} | {*_ROWS, *_COLUMNS}
@@ -53,7 +54,7 @@ def _row_range(spec: ModelSpec, tensor: CanonicalTensor, tp: int, tp_rank: int) 
     return tp_rank * rows, rows
 
 
-def _whole_variant(parts: Parts) -> Variant:
+def _whole_variant(parts: Parts, how: Quantization) -> Variant:
     params: list[LocalParam] = []
     stacked: set[Part] = set()
     for old, new, members in _STACKED_WHOLE:
@@ -63,8 +64,9 @@ def _whole_variant(parts: Parts) -> Variant:
             rows = sum(segment.count for segment in segments)
             params.append(cut_rows(tensors[0].name.replace(old, new), segments, 0, rows))
             stacked |= set(members)
-    rest = [tensor for part, tensor in parts.items() if part not in _SHARDED | stacked]
-    return (*params, *(whole(tensor.name, tensor) for tensor in rest))
+    rest = {part: whole(t.name, t) for part, t in parts.items() if part not in _SHARDED | stacked}
+    params += [rest.pop(part) for part in _LINEAR_WHOLE if part in rest]
+    return (*quantized(params, how), *rest.values())
 
 
 def _sharded_variant(spec: ModelSpec, parts: Parts, tp: int, tp_rank: int) -> Variant:
@@ -113,7 +115,7 @@ class _Builder:
         """Return the variants that all ranks hold, and those that differ by rank of a replica."""
         if id(kind) not in self._known:
             spec, layout = self._spec, self._layout
-            alike = _whole_variant(kind.parts)
+            alike = _whole_variant(kind.parts, layout.quantization)
             differing: list[Variant] = []
             for rank in range(layout.tp):
                 params = _sharded_variant(spec, kind.parts, layout.tp, rank)

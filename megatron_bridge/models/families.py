@@ -225,31 +225,42 @@ def _layer_rows(spec: ModelSpec, layer: int) -> Iterator[tuple[_Row, int | None]
         yield from ((row, expert) for row in _expert_rows(spec, expert))
 
 
+def layer_tensors(spec: ModelSpec, layer: int) -> list[CanonicalTensor]:
+    """Return the tensors of one layer; those from ``num_layers`` on predict further tokens."""
+    return [
+        CanonicalTensor(
+            name=f"model.layers.{layer}.{suffix}",
+            part=part,
+            shape=shape,
+            layer=layer,
+            expert=expert,
+            dtype="float32" if part is Part.ROUTER_BIAS else "",
+        )
+        for (suffix, part, shape), expert in _layer_rows(spec, layer)
+    ]
+
+
+def outer_tensors(spec: ModelSpec) -> list[CanonicalTensor]:
+    """Return the tensors outside the layers; a tied model has no head."""
+    vocab, norm = (spec.vocab_size, spec.hidden_size), (spec.hidden_size,)
+    tensors = [
+        CanonicalTensor(name="model.embed_tokens.weight", part=Part.EMBEDDING, shape=vocab),
+        CanonicalTensor(name="model.norm.weight", part=Part.FINAL_NORM, shape=norm),
+    ]
+    if not spec.tied_embeddings:
+        tensors.append(CanonicalTensor(name="lm_head.weight", part=Part.HEAD, shape=vocab))
+    return tensors
+
+
 @lru_cache(maxsize=8)
 def canonical_tensors(spec: ModelSpec) -> tuple[CanonicalTensor, ...]:
-    """Return every tensor of the model's checkpoint, in a fixed order; a tied model has no head.
+    """Return every tensor of the model's checkpoint, in a fixed order.
 
     What a checkpoint holds twice (`mtp_aliases`) is there once.
     """
-    vocab = (spec.vocab_size, spec.hidden_size)
-    tensors = [CanonicalTensor(name="model.embed_tokens.weight", part=Part.EMBEDDING, shape=vocab)]
-    for layer in range(spec.num_layers + spec.num_mtp_layers):
-        tensors += [
-            CanonicalTensor(
-                name=f"model.layers.{layer}.{suffix}",
-                part=part,
-                shape=shape,
-                layer=layer,
-                expert=expert,
-                dtype="float32" if part is Part.ROUTER_BIAS else "",
-            )
-            for (suffix, part, shape), expert in _layer_rows(spec, layer)
-        ]
-    norm = (spec.hidden_size,)
-    tensors.append(CanonicalTensor(name="model.norm.weight", part=Part.FINAL_NORM, shape=norm))
-    if not spec.tied_embeddings:
-        tensors.append(CanonicalTensor(name="lm_head.weight", part=Part.HEAD, shape=vocab))
-    return tuple(tensors)
+    embedding, *rest = outer_tensors(spec)
+    layers = range(spec.num_layers + spec.num_mtp_layers)
+    return (embedding, *(t for layer in layers for t in layer_tensors(spec, layer)), *rest)
 
 
 def mtp_aliases(spec: ModelSpec) -> dict[str, str]:

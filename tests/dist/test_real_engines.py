@@ -12,9 +12,9 @@ cannot run.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +210,7 @@ def _largest_error(samples: list, logprobs: Tensor, lengths: Tensor) -> float:
 
 
 def _start(path: Path, tp: int, *, load_weights: bool) -> VllmEngine:
+    gc.freeze()  # vLLM collects garbage several times a start: 0.5 s for all that is imported
     return VllmEngine(
         EngineSettings(
             model_path=str(path),

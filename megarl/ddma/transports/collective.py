@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from megarl.ddma.transports.base import Transport
+from megarl.errors import ChannelError
 from megarl.world import Group, Wait
 from megatron_bridge.operations import Message
 
@@ -139,7 +140,12 @@ class CollectiveTransport(Transport):
             self._start(index, current)
 
     def _plan_rounds(self, messages: Sequence[Message]) -> None:
-        """Cut the messages into rounds, which are the same in every transfer."""
+        """Cut the messages into rounds, which are the same in every transfer.
+
+        Where this rank forwards, a round is a step of the plan's order: what a later step forwards
+        has then arrived while the step between them is on its way.
+        """
+        forwards = any(message.hop and message.source_rank == self.rank for message in messages)
         rounds, window = [_Round()], self.window
         brought: dict[tuple[int, ...], int] = {}
         for message in messages:
@@ -151,6 +157,7 @@ class CollectiveTransport(Transport):
             full = len(current.messages) >= window.max_messages
             if current.messages and (
                 full
+                or (forwards and message.step != current.messages[-1].step)
                 or (size and current.staged_bytes + size > window.chunk_bytes)
                 or supply == len(rounds) - 1
             ):
@@ -274,12 +281,16 @@ class CollectiveTransport(Transport):
 def _post(
     group: Group, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], what: str
 ) -> list[tuple[Work, str]]:
-    works = [
-        (group.recv([tensor], peer, _TAG), f"{what} from rank {peer}") for peer, tensor in receives
-    ]
-    works += [
-        (group.send([tensor], peer, _TAG), f"{what} to rank {peer}") for peer, tensor in sends
-    ]
+    works: list[tuple[Work, str]] = []
+    try:
+        for peer, tensor in receives:
+            label = f"{what} from rank {peer}"
+            works.append((group.recv([tensor], peer, _TAG), label))
+        for peer, tensor in sends:
+            label = f"{what} to rank {peer}"
+            works.append((group.send([tensor], peer, _TAG), label))
+    except RuntimeError as error:  # gloo knows already that the peer is gone
+        raise ChannelError(f"{label}: {str(error).splitlines()[0]}") from error
     return works
 
 

@@ -1,9 +1,9 @@
 """Messages between ranks of one host: the sender writes into the receiver's parameters.
 
 The receivers' parameters lie in memory that both processes map: CUDA IPC on GPUs, anonymous shared
-memory on CPUs, which is gone when the last process is. A token of one byte over the process group
-follows each message, so that order, waits and faults are those of `CollectiveTransport`; messages to
-other hosts go over the group itself.
+memory on CPUs, which is gone when the last process is. When a sender has written all, a token of one
+byte follows; where generators forward, one follows each message over the process group, so that order
+and waits are those of `CollectiveTransport`. Messages to other hosts go over the group itself.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class IpcTransport(CollectiveTransport):
         self._neighbours = neighbours
         self._remote: dict[int, Memory] = {}
         self._writers: list[int] = []  # neighbours that write here
+        self._all: Sequence[Message] = ()
+        self._direct: list[Message] = []  # to and from neighbours, passed on by nobody
+        self._others: list[Message] = []
         self._token = torch.ones(1, dtype=torch.uint8, device=device)
 
     @property
@@ -82,6 +85,32 @@ class IpcTransport(CollectiveTransport):
         super().close()
         self._remote.clear()
 
+    @torch.no_grad()
+    def post(self, messages: Sequence[Message]) -> None:
+        if messages is not self._all:
+            self._all = messages
+            self._direct = [m for m in messages if self._is_near(m) and not m.relayed]
+            direct = set(map(id, self._direct))
+            self._others = [m for m in messages if id(m) not in direct]
+        super().post(self._others)
+        for message in self._direct:
+            if message.source_rank == self.rank:
+                self._write(message)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def wait(self) -> None:
+        super().wait()
+        done = torch.ones(1, dtype=torch.int64)
+        ends = {(m.source_rank, m.target_rank) for m in self._direct}
+        outgoing = {target: done for source, target in sorted(ends) if source == self.rank}
+        incoming = {source: 1 for source, target in sorted(ends) if target == self.rank}
+        self.swap(outgoing, incoming, "weights written by neighbours")
+
+    def _write(self, message: Message) -> None:
+        for item in message.items:
+            self.memory.write(item, self._remote[message.target_rank])
+
     def _is_near(self, message: Message) -> bool:
         other = {message.source_rank, message.target_rank} - {self.rank}
         scratch = any(item.quantization in AFTER for item in message.items)
@@ -95,8 +124,7 @@ class IpcTransport(CollectiveTransport):
             return super()._in_place(message, sending=sending)
         if not sending:
             return torch.empty_like(self._token)
-        for item in message.items:
-            self.memory.write(item, self._remote[message.target_rank])
+        self._write(message)
         return self._token
 
     # --- Handles ------------------------------------------------------------------------------

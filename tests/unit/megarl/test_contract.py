@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megarl.config import FaultConfig, ModelConfig, RunConfig
+from megarl.config import FaultConfig, GeneratorConfig, ModelConfig, RunConfig
 from megarl.contract import (
     compare_manifest,
     error_bounds,
@@ -27,6 +27,7 @@ from megarl.errors import ContractError, WeightSyncError
 from megarl.types import TrainBatch
 from megatron_bridge.layouts.vllm import vllm_manifest
 from megatron_bridge.models.families import load_spec
+from megatron_bridge.parallel import GeneratorLayout, Quantization
 from megatron_bridge.spec import RankManifest
 from tests.dist.vllm_cases import fused
 
@@ -232,3 +233,9 @@ def test_bounds_are_those_of_the_coarser_dtype_or_given(
 ) -> None:
     config = RunConfig(model=ModelConfig(**model), fault=FaultConfig(**fault))
     assert error_bounds(config) == expected
+
+
+def test_an_fp8_generator_has_bounds_of_its_own() -> None:
+    layout = GeneratorLayout(quantization=Quantization.FP8_BLOCK)
+    config = RunConfig(generator=GeneratorConfig(layout=layout))
+    assert error_bounds(config) == (4.0, 0.25)

@@ -49,11 +49,7 @@ CASES = {
     "blocks at the target": (_make_case(CUT, BLOCK), {"block", "after_block"}),
     "experts": (_make_case(EXPERTS, BLOCK, trainer=SEQUENCE_PARALLEL), {"block"}),
     "tensor": (_make_case(DENSE, TENSOR), {"after_tensor"}),
-    "fake blocks": (
-        _make_case(CUT, Quantization.FAKE_FP8_BLOCK),
-        {"block", "after_block"},
-    ),
-    "fake tensor": (_make_case(DENSE, Quantization.FAKE_FP8_TENSOR, tp=2), {"after_tensor"}),
+    "tensor on two ranks": (_make_case(DENSE, TENSOR, tp=2), {"after_tensor"}),
     "forwarded blocks": (
         _make_case(
             DENSE,
@@ -140,7 +136,7 @@ def test_a_bit_flipped_in_elements_or_scales_is_named(name: str, part: str) -> N
     kinds = ("block",) if part == "scales" else ("block", "after_block", "after_tensor")
     found = [(n, m) for n, m in enumerate(messages) if m.items[0].quantization in kinds]
     if not found:
-        assert world.case.generator.quantization in (TENSOR, Quantization.FAKE_FP8_TENSOR)
+        assert world.case.generator.quantization is TENSOR
         return  # its scale is made by the target, never sent
     number, message = found[len(found) // 2]
     world.hub.num_messages = len(messages)
@@ -174,9 +170,9 @@ def test_quantised_parameters_without_their_scales_or_in_another_dtype_are_refus
 
 
 def test_a_forwarding_plan_of_parameters_that_receivers_quantise_is_refused() -> None:
-    for how in (TENSOR, Quantization.FAKE_FP8_BLOCK):
+    for spec, how in ((DENSE, TENSOR), (CUT, BLOCK)):
         generator = GeneratorLayout(replicas=2, quantization=how)
         policy = PlanPolicy(forwarding=Forwarding.SPREAD)
-        case = _make_case(DENSE, how, generator=generator, policy=policy)
+        case = _make_case(spec, how, generator=generator, policy=policy)
         with pytest.raises(PlanError, match="cannot be forwarded"):
             case.plan.messages(0)
