@@ -71,7 +71,7 @@ class TransferPlan:
         """The first parameter that generators cannot pass on; empty where there is none."""
         regions = (r for route in self.routes for part in route.parts for r in part.regions)
         for region in regions:
-            if region.quantization in AFTER or (region.quantization and not region.scales):
+            if region.quantization in AFTER:
                 return region.target_param
         return ""
 
@@ -211,7 +211,7 @@ def _check_forwarding(plan: TransferPlan) -> None:
     if plan.policy.forwarding is not Forwarding.NONE and plan.unforwardable:
         raise PlanError(
             f"{plan.unforwardable} cannot be forwarded: its replicas hold other values than those "
-            "that travel (quantised after the transfer, or scaled back)"
+            "that travel (quantised after the transfer)"
         )
 
 

@@ -176,10 +176,13 @@ class Route:
 # --- Intersection -----------------------------------------------------------------------------
 
 
-def _encoding(param: LocalParam, boxes: Sequence[Box], dtype: str) -> tuple[str, str]:
-    """Return the wire dtype and who quantises: the source where no block is cut, else the target."""
+def _encoding(param: LocalParam, boxes: Sequence[Box], dtypes: tuple[str, str]) -> tuple[str, str]:
+    """Return the wire dtype and who quantises: the source where no block is cut, else the target.
+
+    Both quantise what the source holds; ``dtypes`` are those of source and target.
+    """
     if not param.quantization:
-        return param.dtype or dtype, ""
+        return param.dtype or dtypes[1], ""
     aligned = all(
         low % BLOCK == 0 and (high % BLOCK == 0 or high == size)
         for box in boxes
@@ -187,7 +190,7 @@ def _encoding(param: LocalParam, boxes: Sequence[Box], dtype: str) -> tuple[str,
     )
     if param.quantization == "block" and aligned:
         return "float8_e4m3fn", "block"
-    return dtype, f"after_{param.quantization}"
+    return dtypes[0], f"after_{param.quantization}"
 
 
 def _shards_by_tensor(variants: Sequence[Variant]) -> dict[str, list[tuple[int, Shard]]]:
@@ -200,7 +203,7 @@ def _shards_by_tensor(variants: Sequence[Variant]) -> dict[str, list[tuple[int, 
 
 
 def _common(
-    sources: Sequence[dict[str, list[tuple[int, Shard]]]], target: Variant, dtype: str
+    sources: Sequence[dict[str, list[tuple[int, Shard]]]], target: Variant, dtypes: tuple[str, str]
 ) -> dict[tuple[int, int], list[Region]]:
     """Return (source block, source variant) -> its regions in a target variant.
 
@@ -219,7 +222,7 @@ def _common(
                 if box is not None:
                     found.append((origin, held, wanted, box))
         at = [moved(box, wanted.box, wanted.local) for _, _, wanted, box in found]
-        wire, quantization = _encoding(param, at, dtype)
+        wire, quantization = _encoding(param, at, dtypes)
         for (origin, held, wanted, box), target_box in zip(found, at, strict=True):
             regions[origin].append(
                 Region(
@@ -244,8 +247,8 @@ _Meeting = list[tuple[Route, int, tuple[Region, ...], int]]  # the same, with th
 class _Meetings:
     """Finds what blocks have in common, once for each kind of block and each group of ranks."""
 
-    def __init__(self, dtype: str, rank: int | None):
-        self._dtype, self._rank = dtype, rank
+    def __init__(self, dtypes: tuple[str, str], rank: int | None):
+        self._dtypes, self._rank = dtypes, rank
         self.routes: dict[tuple[tuple[int, ...], tuple[int, ...]], Route] = {}
         self._shards: dict[int, dict[str, list[tuple[int, Shard]]]] = {}
         self._regions: dict[tuple[int, ...], list[_Common]] = {}
@@ -286,7 +289,7 @@ class _Meetings:
                 if id(block.variants) not in self._shards:
                     self._shards[id(block.variants)] = _shards_by_tensor(block.variants)
             by_block = [self._shards[id(block.variants)] for block in held]
-            found = _common(by_block, variant, self._dtype)
+            found = _common(by_block, variant, self._dtypes)
             self._regions[key] = [
                 (*origin, tuple(regions), sum(region.nbytes for region in regions))
                 for origin, regions in sorted(found.items(), key=lambda item: item[0])
@@ -300,7 +303,7 @@ def build_routes(source: Side, target: Side, rank: int | None = None) -> list[Ro
     for block in source.blocks:
         if not block.is_copy:
             blocks[block.canonical].append(block)
-    meetings = _Meetings(target.dtype, rank)
+    meetings = _Meetings((source.dtype, target.dtype), rank)
     for wanted in target.blocks:
         held = blocks.get(wanted.canonical, [])
         for route, index, regions, size in meetings.of(held, wanted):

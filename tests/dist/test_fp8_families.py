@@ -31,7 +31,7 @@ from megatron_bridge.models.families import load_spec
 from megatron_bridge.parallel import GeneratorLayout, Quantization, TrainerLayout
 from megatron_bridge.plan import plan
 from tests.dist.test_fp8_engine import _sample
-from tests.dist.test_real_engines import LATENT, SIZES
+from tests.dist.test_real_engines import LATENT, SIZES, V3
 from tests.dist.test_step_across_layouts import _Meeting
 from tests.processes import run_ranks
 from tests.unit.megatron_bridge.oracle import vllm_tensors
@@ -56,12 +56,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
         shared_expert_intermediate_size=256,
     ),
     "deepseek_v3": DeepseekV3Config(
-        **{**LATENT, **BLOCK_SIZES},
-        q_lora_rank=128,
-        n_shared_experts=1,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        num_nextn_predict_layers=0,
+        **{**LATENT, **V3, **BLOCK_SIZES}, q_lora_rank=128, n_shared_experts=1
     ),
 }
 
@@ -151,7 +146,7 @@ def _generate(meeting: _Meeting, folder: Path, tp: int) -> dict[str, list[str]]:
         _sync(meeting, folder / family, tp, live).receive()
         engine.commit(1)
         dense = load_file(folder / family / "model.safetensors")
-        dense = {n: t.float() if "bias" in n else t for n, t in dense.items()}  # the router's
+        dense = {n: t.float() if "correction" in n else t for n, t in dense.items()}
         expected = quantized_tensors(vllm_tensors(spec, dense, tp, local_rank), BLOCKS)
         found += differing(live, expected)
         found += filter(None, [first_difference(folder / family, manifest, live, torch.bfloat16)])

@@ -13,7 +13,6 @@ cannot run.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +82,11 @@ LATENT: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+V3: dict[str, Any] = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "num_nextn_predict_layers": 0,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES, head_dim=32),
     "llama_tied": LlamaConfig(**{**SIZES, "tie_word_embeddings": True}, head_dim=64),
@@ -93,22 +97,16 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2_moe": Qwen2MoeConfig(
         **SIZES, **EXPERTS, num_experts=4, shared_expert_intermediate_size=64
     ),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, head_dim=64),
+    "qwen3_moe": Qwen3MoeConfig(**{**SIZES, **EXPERTS, "head_dim": 64}, num_experts=4),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
     "deepseek_v2": DeepseekV2Config(
-        **{**SIZES, **LATENT},
+        **{**SIZES, **LATENT, "scoring_func": "softmax"},
         q_lora_rank=None,
         n_shared_experts=2,
         topk_method="greedy",
-        scoring_func="softmax",
     ),
     "deepseek_v3": DeepseekV3Config(
-        **{**SIZES, **LATENT},
-        q_lora_rank=48,
-        n_shared_experts=1,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        num_nextn_predict_layers=0,
+        **{**SIZES, **LATENT, **V3}, q_lora_rank=48, n_shared_experts=1
     ),
 }
 
@@ -313,9 +311,8 @@ def test_what_megatron_sends_vllm_computes_as_if_it_had_loaded_it(
     _save_models(world)
     results = run_ranks(_run, 2 * tp, world, timeout=400, default_group=False)
     for family in families:
-        first, second = (world.checkpoint(family, version) for version in VERSIONS)
         exported = load_file(world.exported(family) / "model.safetensors")
-        original = load_file(second / "model.safetensors")
+        original = load_file(world.checkpoint(family, 2) / "model.safetensors")
         assert exported.keys() == original.keys()
         assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
         for version in VERSIONS:
