@@ -24,7 +24,7 @@ from megarl import checkpoint
 from megarl.check import Command, check_run, check_world_size, topology_of
 from megarl.config import RunConfig
 from megarl.config_file import load_config
-from megarl.controller import ExecutorController, Stage, stages, ticks
+from megarl.controller import WEIGHTS, ExecutorController, Stage, stages, ticks
 from megarl.errors import ConfigError
 from megarl.observe import logs
 from megarl.observe.metrics import (
@@ -79,6 +79,7 @@ def run_training(rank: Rank) -> None:
         order = stages(config.mode)
         all_ticks = ticks(config.mode, rank.start.step, config.max_steps)
         ExecutorController(executor, channels, order, all_ticks, _step_hook(world)).run()
+        channels[WEIGHTS].settle()
         _write_trace(rank)
         world.barrier(_FINISH_LABEL)
         if metrics is not None:

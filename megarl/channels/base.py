@@ -33,3 +33,6 @@ class CommunicationChannel(ABC):
             ChannelTimeout: a peer did not come in time; names it.
             ChannelError: a peer is gone or sent something else.
         """
+
+    def settle(self) -> None:  # noqa: B027 - most channels leave nothing behind
+        """Wait for what the last `communicate` left to end later; raise what it raised."""

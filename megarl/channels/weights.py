@@ -42,6 +42,9 @@ class WeightsSendChannel(CommunicationChannel):
         with self._tracer.span("update_weights", SpanKind.SYNC):
             self._sync.transfer(version)
 
+    def settle(self) -> None:
+        self._sync.settle()
+
 
 class WeightsReceiveChannel(CommunicationChannel):
     """A generator's end."""

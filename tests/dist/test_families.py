@@ -239,7 +239,7 @@ def _refusals(rank: int, size: int) -> int:
 
     spec = SPECS["deepseek_v3"]
     refuse(make_spec(num_mtp_layers=1), ONE_RANK, "multi-token-prediction")
-    refuse(spec, TrainerLayout(tp=2), "latent attention with trainer tp 2 needs sequence_parallel")
+    refuse(spec, TrainerLayout(tp=2), "trainer tp 2 needs sequence_parallel")
     refuse(make_spec(**{**DEEPSEEK, "ffn_size": 95}), TP2, "ffn size 95")
     refuse(make_spec(**{**DEEPSEEK, "shared_ffn_size": 33}), TP2, "shared expert ffn size 33")
     return 1
