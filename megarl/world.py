@@ -231,8 +231,11 @@ class World:
     def report_failure(self, error: BaseException) -> None:
         """Leave word of this rank's end for whoever watches the job."""
         waited = isinstance(error, ChannelError | ChannelTimeout)
-        message = f"{type(error).__name__}: {_reason(error)}"
-        if not waited:  # an engine's own error does not say who was doing what
+        reason = _reason(error)
+        message = f"{type(error).__name__}: {reason}"
+        if not reason.startswith(
+            f"rank {self.rank} "
+        ):  # only `wait` says itself who was doing what
             where = f"rank {self.rank} ({self.label}), tick {self._step}"
             message = f"{where}: {self._last_what}: {message}"
         failure = Failure(time=time.time(), message=message, by_peer=waited or _is_closed(error))
