@@ -147,6 +147,15 @@ def read_status(store: dist.Store, rank: int) -> Status | None:
     return Status(**json.loads(store.get(key)))
 
 
+def _host_name() -> str:
+    """Return a name that those have in common who see one another's processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    parts = [socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""]
+    if sys.platform == "linux":
+        parts.append(os.readlink("/proc/self/ns/pid"))  # a machine, or a container on it
+    return " ".join(parts)
+
+
 class World:
     """One rank's membership in both worlds, from `join` to `leave`."""
 
@@ -165,6 +174,7 @@ class World:
         self._last_what = ""  # for a failure's report: leaving a span on an error clears the status
         self.set_status("joining the worlds")
         self.run_id = f"{at.port}"  # unique on a host while the run lasts
+        self.store.set(f"host/{self.rank}", _host_name())
         self._join_executor_world()
         self.control: Group = self._gloo("global", tuple(range(topology.size)))
 
@@ -242,16 +252,7 @@ class World:
         self.store.set(f"{FAILURE_KEY}/{self.rank}", json.dumps(asdict(failure)))
 
     def hosts(self) -> tuple[int, ...]:
-        """Return a number of the host of each rank; every rank enters.
-
-        Ranks of one host see one another's processes: a machine, or a container on it.
-        """
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        mine = [socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""]
-        if sys.platform == "linux":
-            mine.append(os.readlink("/proc/self/ns/pid"))
-        self.store.set(f"host/{self.rank}", " ".join(mine))
-        self.set_status("waiting for the hosts of all ranks")
+        """Return a number of the host of each rank; all said theirs before they joined."""
         names = [self.store.get(f"host/{rank}") for rank in range(self.topology.size)]
         known = {name: index for index, name in enumerate(dict.fromkeys(names))}
         return tuple(known[name] for name in names)

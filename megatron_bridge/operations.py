@@ -45,6 +45,11 @@ class Operation(NamedTuple):
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "float8_e4m3fn": 1}
 
 
+def is_block_aligned(start: int, stop: int, size: int) -> bool:
+    """Tell whether [start, stop) of a dim of this size consists of whole blocks."""
+    return all(place % BLOCK == 0 or place == size for place in (start, stop))
+
+
 def wire_bytes(rows: int, columns: int, dtype: str, quantization: str) -> int:
     """Return what ``rows`` of a region weigh on the wire."""
     size = rows * columns * ITEMSIZE[dtype]

@@ -17,7 +17,7 @@ from itertools import islice
 from operator import add, sub
 
 from megatron_bridge.box import Box
-from megatron_bridge.operations import BLOCK, wire_bytes
+from megatron_bridge.operations import BLOCK, is_block_aligned, wire_bytes
 from megatron_bridge.side import Block, Side, Variant
 from megatron_bridge.spec import LocalParam, Shard
 
@@ -184,9 +184,9 @@ def _encoding(param: LocalParam, boxes: Sequence[Box], dtypes: tuple[str, str]) 
     if not param.quantization:
         return param.dtype or dtypes[1], ""
     aligned = all(
-        low % BLOCK == 0 and (high % BLOCK == 0 or high == size)
+        is_block_aligned(*span)
         for box in boxes
-        for low, high, size in zip(box.start, box.stop, param.shape, strict=True)
+        for span in zip(box.start, box.stop, param.shape, strict=True)
     )
     if param.quantization == "block" and aligned:
         return "float8_e4m3fn", "block"

@@ -7,7 +7,7 @@ costs as much as one layer on one replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -66,9 +66,3 @@ class Side:
     def manifests(self) -> tuple[RankManifest, ...]:
         """Return the manifests of all ranks, ascending; for small worlds."""
         return tuple(self.manifest(rank) for rank in self.ranks)
-
-
-def one_rank(params: Sequence[LocalParam], rank: int, dtype: str) -> Side:
-    """Return the side of a single rank."""
-    block = Block(canonical="", local="", variants=(tuple(params),), ranks=((rank,),))
-    return Side((block,), dtype)

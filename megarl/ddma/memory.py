@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from megarl.ddma.checksums import SampledChecksums, Verify, checksums
-from megarl.ddma.quantize import quantize_blockwise, quantize_per_tensor
+from megarl.ddma.quantize import FP8, quantize_blockwise, quantize_per_tensor
 from megatron_bridge.box import Box
 from megatron_bridge.operations import AFTER, BLOCK, SCALE_BYTES, Message, Operation
-
-_FP8 = torch.float8_e4m3fn
 
 
 def _block_box(box: Box) -> tuple[slice, ...]:
@@ -89,7 +87,7 @@ class Memory:
             source = self.source(item)
             if scales is None:
                 elements.copy_(source)
-            elif source.dtype == _FP8:  # forwarded
+            elif source.dtype == FP8:  # forwarded
                 elements.copy_(source)
                 scales.copy_(self.params[item.scales][_block_box(item.source_box)])
             else:
@@ -110,7 +108,7 @@ class Memory:
             target.copy_(source)
             return
         scales = remote.params[item.scales][_block_box(item.target_box)]
-        if source.dtype == _FP8:  # forwarded
+        if source.dtype == FP8:  # forwarded
             target.copy_(source)
             scales.copy_(self.params[item.scales][_block_box(item.source_box)])
         else:
@@ -175,11 +173,11 @@ class Memory:
         box = item.source_box if sending else item.target_box
         rows = len(region) if self._verify is Verify.FULL else min(BLOCK, len(region))
         region = region[:rows]
-        if region.dtype == _FP8:
+        if region.dtype == FP8:
             scales = self.params[item.scales][_block_box(box)]
             return region.view(torch.int8), scales[: -(-rows // BLOCK)]
         grid = tuple(-(-size // BLOCK) for size in region.shape)
-        elements = torch.empty_like(region, dtype=_FP8, memory_format=torch.contiguous_format)
+        elements = torch.empty_like(region, dtype=FP8, memory_format=torch.contiguous_format)
         scales = region.new_empty(grid, dtype=torch.float32)
         quantize_blockwise(region, elements, scales)
         return elements.view(torch.int8), scales

@@ -19,19 +19,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.errors import WeightSyncError
+from megatron_bridge.operations import BLOCK
 
-BLOCK = 128
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # the same bits as an integer, and its bits without the sign: they order as magnitudes do
 _MAGNITUDES = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFFFFFF)}
 _TILE_NUMEL = {"cpu": 1 << 19, "cuda": 1 << 24}  # stays in a core's cache; hides kernel launches
-
-
-def is_block_aligned(start: int, stop: int, size: int) -> bool:
-    """Tell whether [start, stop) of a dim of this size consists of whole blocks."""
-    return all(place % BLOCK == 0 or place == size for place in (start, stop))
 
 
 @torch.no_grad()

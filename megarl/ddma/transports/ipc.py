@@ -48,10 +48,6 @@ class IpcTransport(CollectiveTransport):
         self._others: list[Message] = []
         self._token = torch.ones(1, dtype=torch.uint8, device=device)
 
-    @property
-    def framing(self) -> str:
-        return "IpcTransport"
-
     def register(
         self,
         params: Mapping[str, Tensor],

@@ -15,11 +15,11 @@ from megarl.ddma.quantize import (
     FP8,
     dequantize_blockwise,
     dequantize_per_tensor,
-    is_block_aligned,
     quantize_blockwise,
     quantize_per_tensor,
 )
 from megarl.errors import WeightSyncError
+from megatron_bridge.operations import is_block_aligned
 
 TINY = 2.0**-126
 
