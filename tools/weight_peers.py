@@ -8,7 +8,7 @@ the clock runs, names and shapes are known without messages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 from types import SimpleNamespace
@@ -283,8 +283,8 @@ class GatherBroadcast(Scheme):
 
     For each bucket: the stage's tensor- and expert-parallel ranks all-gather its parameters, all at
     once, the stage's first rank rebuilds the full tensors and broadcasts them to all generators, which copy
-    their part in place. The broadcast is a pipelined chain, as NCCL's: gloo's own sends everything
-    once for each level of a tree. Replicas of the first data-parallel one do not gather.
+    their part in place. The broadcast is torch's; gloo's sends everything once for each level of a
+    tree. Replicas of the first data-parallel one do not gather.
     """
 
     def __init__(self, case: Case, rank: int, source: Tensors, params: Tensors):
@@ -305,9 +305,14 @@ class GatherBroadcast(Scheme):
         for members in ranks:
             if len(members) > 1:
                 self._groups[members] = _group_of(self._rank, [members])
+        self._connect()
         largest = max(bucket.numel for bucket in self._buckets)
         self._buffer = torch.empty(largest, dtype=DTYPE)
         self.sent_bytes = sum(map(self._bytes_of, self._buckets))
+
+    def _connect(self) -> None:
+        for chain in dict.fromkeys(tuple(self._chain(bucket)) for bucket in self._buckets):
+            self._groups[chain] = _group_of(self._rank, [chain])
 
     def _bytes_of(self, bucket: Bucket) -> int:
         """Return what this rank sends for a bucket; gloo's all-gather is a ring."""
@@ -316,9 +321,15 @@ class GatherBroadcast(Scheme):
             for unit in bucket.units
             if self._rank in unit.ranks
         )
-        chain = self._chain(bucket)
-        passes_on = self._rank in chain[:-1]
-        return DTYPE.itemsize * (gathered + bucket.numel * passes_on)
+        return DTYPE.itemsize * (gathered + bucket.numel * self._copies_sent(self._chain(bucket)))
+
+    def _copies_sent(self, chain: Sequence[int]) -> int:
+        """Return how often this rank sends a bucket: in a binomial tree, to each of its children."""
+        if self._rank not in chain:
+            return 0
+        place, size = chain.index(self._rank), len(chain)
+        spans = (1 << level for level in range(size.bit_length()))
+        return sum(place % (2 * span) == 0 and place + span < size for span in spans)
 
     def _chain(self, bucket: Bucket) -> list[int]:
         """Return the stage's source rank and all that its bucket goes to, in order."""
@@ -354,6 +365,20 @@ class GatherBroadcast(Scheme):
         parts = [torch.empty_like(mine) for _ in unit.ranks]
         group = self._groups[unit.ranks]
         return dist.all_gather(parts, mine, group=group, async_op=True), parts
+
+    def _broadcast(self, buffer: Tensor, chain: list[int]) -> None:
+        if self._rank in chain:
+            dist.broadcast(buffer, chain[0], group=self._groups[tuple(chain)])
+
+
+class GatherChain(GatherBroadcast):
+    """Gather + broadcast whose broadcast is a pipelined chain, as NCCL's: every NIC at work at once."""
+
+    def _connect(self) -> None:
+        """Use the default group: neighbours in the chain only."""
+
+    def _copies_sent(self, chain: Sequence[int]) -> int:
+        return int(self._rank in chain[:-1])
 
     def _broadcast(self, buffer: Tensor, chain: list[int]) -> None:
         """Pass a buffer from rank to rank, chunk by chunk."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tools.known_weights import KnownWeights, empty_params
 from tools.netlab import enter_host
 from tools.weight_cases import SCHEMES, Case, Job, Unavailable
-from tools.weight_peers import GatherBroadcast, MegatronReshard
+from tools.weight_peers import GatherBroadcast, GatherChain, MegatronReshard
 from tools.weight_schemes import Scheme, Tensors, ddma_scheme
 
 _TIMEOUT = timedelta(seconds=120)
@@ -97,6 +97,7 @@ def _makers(case: Case, job: Job, params: Tensors) -> dict[str, Callable[[], Sch
         "ddma_ipc": lambda: ddma_scheme(case, rank, "ipc", params, near),
         "mcore": lambda: MegatronReshard(case, rank, source),
         "gather_broadcast": lambda: GatherBroadcast(case, rank, source, params),
+        "gather_chain": lambda: GatherChain(case, rank, source, params),
     }
     assert tuple(makers) == SCHEMES
     return makers

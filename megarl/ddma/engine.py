@@ -283,10 +283,13 @@ class WeightSync:
         }
 
     def _differing(self, sent: Mapping[int, Tensor]) -> list[str]:
-        mine = self._checksums(self._receives, sending=False)
-        lengths = {peer: len(sums) for peer, sums in mine.items()}
+        lengths = {
+            peer: len(_owners(items)) for peer, items in self._receives.items() if peer != self.rank
+        }
+        theirs = self._transport.swap(sent, lengths, "weight checksums")
+        mine = self._checksums(self._receives, sending=False)  # not before: see `Transport.wait`
         wrong: list[str] = []
-        for peer, sums in self._transport.swap(sent, lengths, "weight checksums").items():
+        for peer, sums in theirs.items():
             places = (mine[peer] != sums).nonzero().flatten().tolist()
             if places:
                 owners = _owners(self._receives[peer])

@@ -53,7 +53,10 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when all that was posted has left this rank or arrived in its parameters."""
+        """Return when all that was posted has left this rank or arrived in its parameters.
+
+        What a peer writes into them itself is there at the next `swap` from it, or after `agree`.
+        """
 
     @abstractmethod
     def swap(

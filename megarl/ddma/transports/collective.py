@@ -18,6 +18,7 @@ from megarl.world import Group, Wait
 from megatron_bridge.operations import Message
 
 _TAG = 0xDD3A  # keeps our gloo messages apart from those of channels on the same group
+_FAN_OUT = 32  # of the tree in which ranks vote
 _WARM_UP = "connecting for weights"
 
 
@@ -255,9 +256,18 @@ class CollectiveTransport(Transport):
         return arrived
 
     def agree(self, fault: bool) -> list[int]:
-        votes = torch.zeros(self._control.size(), dtype=torch.int64)
+        size = self._control.size()
+        votes = torch.zeros(size, dtype=torch.int64)
         votes[self.rank] = fault
-        self._wait(self._control.allreduce([votes]), "waiting for all ranks' vote on the weights")
+        first = self.rank * _FAN_OUT + 1
+        children = range(first, min(first + _FAN_OUT, size))
+        for said in self.swap({}, dict.fromkeys(children, size), "votes on the weights").values():
+            votes |= said
+        if self.rank:
+            parent = (self.rank - 1) // _FAN_OUT
+            answers = self.swap({parent: votes}, {parent: size}, "all ranks' vote on the weights")
+            votes = answers[parent]
+        self.swap(dict.fromkeys(children, votes), {}, "all ranks' vote on the weights")
         return votes.nonzero().flatten().tolist()
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """Messages between ranks of one host: the sender writes into the receiver's parameters.
 
 The receivers' parameters lie in memory that both processes map: CUDA IPC on GPUs, anonymous shared
-memory on CPUs, which is gone when the last process is. When a sender has written all, a token of one
-byte follows; where generators forward, one follows each message over the process group, so that order
-and waits are those of `CollectiveTransport`. Messages to other hosts go over the group itself.
+memory on CPUs, which is gone when the last process is. That a sender has written all is told by its
+checksums or its vote; where generators forward, a token of one byte follows each message over the
+process group, so that order and waits are those of `CollectiveTransport`. Messages to other hosts go
+over the group itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megarl.ddma.memory import Memory
 from megarl.ddma.transports.collective import CollectiveTransport, Window
 from megarl.errors import WeightSyncError
 from megarl.world import Group, Wait
-from megatron_bridge.operations import AFTER, Message
+from megatron_bridge.operations import AFTER, Message, Operation
 
 
 class IpcTransport(CollectiveTransport):
@@ -46,6 +47,8 @@ class IpcTransport(CollectiveTransport):
         self._all: Sequence[Message] = ()
         self._direct: list[Message] = []  # to and from neighbours, passed on by nobody
         self._others: list[Message] = []
+        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])  # what direct ones write, and of
+        self._quantised: list[tuple[Message, Operation]] = []  # the rest of what they write
         self._token = torch.ones(1, dtype=torch.uint8, device=device)
 
     def register(
@@ -80,6 +83,7 @@ class IpcTransport(CollectiveTransport):
     def close(self) -> None:
         super().close()
         self._remote.clear()
+        self._copies, self._quantised = ([], []), []
 
     @torch.no_grad()
     def post(self, messages: Sequence[Message]) -> None:
@@ -88,20 +92,21 @@ class IpcTransport(CollectiveTransport):
             self._direct = [m for m in messages if self._is_near(m) and not m.relayed]
             direct = set(map(id, self._direct))
             self._others = [m for m in messages if id(m) not in direct]
+            self._plan_copies()
         super().post(self._others)
-        for message in self._direct:
-            if message.source_rank == self.rank:
-                self._write(message)
+        if self._copies[0]:
+            torch._foreach_copy_(*self._copies)
+        for message, item in self._quantised:
+            self.memory.write(item, self._remote[message.target_rank])
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def wait(self) -> None:
-        super().wait()
-        done = torch.ones(1, dtype=torch.int64)
-        ends = {(m.source_rank, m.target_rank) for m in self._direct}
-        outgoing = {target: done for source, target in sorted(ends) if source == self.rank}
-        incoming = {source: 1 for source, target in sorted(ends) if target == self.rank}
-        self.swap(outgoing, incoming, "weights written by neighbours")
+    def _plan_copies(self) -> None:
+        mine = [(m, item) for m in self._direct if m.source_rank == self.rank for item in m.items]
+        plain = [(m, item) for m, item in mine if item.quantization != "block"]
+        targets = [self._remote[message.target_rank].target(item) for message, item in plain]
+        self._copies = (targets, [self.memory.source(item) for _, item in plain])
+        self._quantised = [(m, item) for m, item in mine if item.quantization == "block"]
 
     def _write(self, message: Message) -> None:
         for item in message.items:
