@@ -68,6 +68,9 @@ CPU = [
 # Apex is not here: on PyPI another project has that name. docs/install.md shows its build.
 GPU = ["torch", "flash-attn", "transformer-engine[pytorch]", "vllm"]
 
+# Only to measure beside it: tools/bench_trl.py.
+TRL = ["trl==1.16.*"]
+
 DEV = ["hypothesis", "pre-commit", "pyright[nodejs]", "pytest", "ruff"]
 
 setup(
@@ -80,6 +83,6 @@ setup(
     python_requires=">=3.11",
     packages=PACKAGES,
     install_requires=BASE,
-    extras_require={"cpu": CPU, "gpu": GPU, "track": ["wandb"], "dev": DEV},
+    extras_require={"cpu": CPU, "gpu": GPU, "track": ["wandb"], "trl": TRL, "dev": DEV},
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

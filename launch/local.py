@@ -1,45 +1,28 @@
-"""Ranks of one machine as child processes: start, watch, report, end.
+"""A job on one machine: start its ranks, show its progress, report a failure, start it again.
 
-Called by `megarl.cli`. The launcher hosts the run's store, so it can still read what every rank
-was doing after one of them died. Consumes the children's exit codes and ``metrics.jsonl``; waits
-for children only, and is unblocked by their end: a rank that ends badly ends all.
+Called by `megarl.cli`. Consumes the children's exit codes, what they say of themselves in the store
+(`launch.liveness`) and ``metrics.jsonl``; waits for children only, and is unblocked by their end:
+a rank that ends badly, or is silent for too long, ends all.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 
 from rich.console import Console
-from torch.distributed import TCPStore
 
+from launch.liveness import Watchdog
+from launch.ranks import LocalJob, LocalRanks
+from launch.report import Report, report
+from megarl.check import Command
 from megarl.observe.metrics import METRICS_FILE, MetricsTail
 from megarl.observe.terminal import TerminalView
-from megarl.topology import Topology
-from megarl.world import FAILURE_KEY, STOP_KEY, Failure, read_status
 
+FAILURE_FILE = "failure.txt"
 _POLL_SECONDS = 0.1
-_SETTLE_SECONDS = 2.0  # after a death: time for peers to notice and say what they waited for
-_TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
-_LOG_TAIL_LINES = 25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalJob:
-    """What to start."""
-
-    command: str  # train, sft or eval
-    arguments: tuple[str, ...]  # config file and overrides
-    topology: Topology
-    folder: Path  # of the run
-    max_steps: int
+_LOOK_SECONDS = 1.0  # between two looks at heartbeats
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class LocalLauncher:
@@ -47,149 +30,108 @@ class LocalLauncher:
 
     def __init__(self, job: LocalJob, console: Console):
         self._job, self._console = job, console
-        self._store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._view = TerminalView(console)
+        self._tail = MetricsTail(job.folder / METRICS_FILE)
+        self._ranks: LocalRanks | None = None
         self._signals = 0
 
     def run(self) -> int:
-        """Start all ranks and return 0 when all ended well, 1 when one did not."""
+        """Start all ranks and return 0 when all ended well, 1 when one did not.
+
+        After a failure the job starts again from its newest checkpoint, at most
+        ``fault.max_restarts`` times in a row without a newer one.
+        """
         handlers = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
-        view = TerminalView(self._console)
+        at_launch = newest = self._newest_checkpoint()
+        restarts, began, arguments = 0, False, self._job.arguments
         try:
-            ranks = ", ".join(f"{len(p.ranks)} {p.name}" for p in self._job.topology.places)
-            self._say(f"starting {ranks} ranks; their logs are in {self._job.folder / 'logs'}")
-            for rank in range(self._job.topology.size):
-                self._children[rank] = self._start(rank)
-            return self._watch(view, MetricsTail(self._job.folder / METRICS_FILE))
+            while (failed := self._attempt(arguments)) is not None:
+                began |= failed.began
+                last, newest = newest, self._newest_checkpoint()
+                restarts = restarts + 1 if newest == last else 1
+                if not began or failed.by_user or self._signals:
+                    return 1
+                if restarts > self._job.fault.max_restarts:
+                    return 1
+                # A run that may not resume must not go on from what lay in its folder before.
+                start = "its start"
+                if newest != at_launch and newest is not None:
+                    arguments = (*self._job.arguments, "resume=auto")
+                    start = newest[0]
+                self._record(
+                    f"starting again from {start}: "
+                    f"{restarts} of {self._job.fault.max_restarts} without a newer checkpoint"
+                )
+            return 0
         finally:
-            view.close()
-            self._end_children()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Ask for a checkpoint and a clean end; the second time, end at once."""
         self._signals += 1
-        self._store.set(STOP_KEY, "1")
         if self._signals > 1:
             raise KeyboardInterrupt
+        if self._ranks is not None:
+            self._ranks.request_stop()
         self._say("stopping: saving a checkpoint; again to end at once", style="yellow")
 
-    def _log_path(self, rank: int) -> Path:
-        return self._job.folder / "logs" / f"{self._job.topology.label(rank)}.log"
+    def _newest_checkpoint(self) -> tuple[str, int] | None:
+        """Return the name that ``checkpoints/latest`` holds and when it was written."""
+        latest = self._job.folder / "checkpoints" / "latest"
+        if not latest.is_file():
+            return None
+        return latest.read_text().strip(), latest.stat().st_mtime_ns
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        path = self._log_path(rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._job.topology.size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, not rank 0's
-        }
-        command = [sys.executable, "-m", "megarl.train", self._job.command, *self._job.arguments]
-        with path.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal reaches only the launcher.
-            return subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def _attempt(self, arguments: tuple[str, ...]) -> Report | None:
+        """Run all ranks to their end; return why, where it is a bad one."""
+        ranks = self._ranks = LocalRanks(self._job)
+        if self._signals:
+            ranks.request_stop()
+        places = ", ".join(f"{len(p.ranks)} {p.name}" for p in self._job.topology.places)
+        self._say(f"starting {places} ranks; their logs are in {self._job.folder / 'logs'}")
+        try:
+            ranks.start(arguments)
+            failed = self._watch(ranks)
+            if failed is not None:
+                self._view.close()
+                self._record(*failed.details, headlines=failed.headlines)
+            return failed
+        finally:
+            self._view.close()
+            for rank in ranks.end():
+                process = ranks.process_id(rank)
+                self._say(f"{ranks.name(rank)}, process {process}, cannot be ended", "bold red")
 
-    def _watch(self, view: TerminalView, tail: MetricsTail) -> int:
+    def _watch(self, ranks: LocalRanks) -> Report | None:
+        watchdog = Watchdog(
+            ranks.numbers,
+            self._job.fault.timeout_seconds,
+            judge_busy=self._job.command != Command.EVAL,  # it may be one long step
+        )
+        next_look = time.monotonic()
         while True:
-            codes = {rank: child.poll() for rank, child in self._children.items()}
-            rows = tail.poll()
+            rows = self._tail.poll()
             if rows:
-                view.update(rows, self._job.max_steps)
-            if any(code not in (None, 0) for code in codes.values()):
-                view.close()
-                self._report_failure()
-                return 1
-            if all(code == 0 for code in codes.values()):
-                return 0
+                self._view.update(rows, self._job.max_steps)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _LOOK_SECONDS
+                watchdog.look({rank: ranks.progress(rank) for rank in ranks.running()})
+            if (ranks.failed() or watchdog.silent()) and (found := report(ranks, watchdog)):
+                return found
+            if not ranks.running():
+                return None
             time.sleep(_POLL_SECONDS)
 
-    def _report_failure(self) -> None:
-        """Say which rank ended first and why, and what every other rank was waiting for."""
-        now = time.time()
-        statuses = {rank: read_status(self._store, rank) for rank in self._children}
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while time.monotonic() < deadline and None in [c.poll() for c in self._children.values()]:
-            time.sleep(_POLL_SECONDS)
-        failures = self._failures()
-        culprit = self._culprit(failures)
-        label = self._job.topology.label(culprit)
-        self._say(f"rank {culprit} ({label}) {self._ending(culprit)}", style="bold red")
-        if (status := statuses[culprit]) is not None:
-            self._say(f"  it was in: {status.describe(now)}")
-        if culprit in failures:
-            self._say(f"  {failures[culprit].message}")
-        self._say("what its peers waited for:")
-        for rank, status in statuses.items():
-            if rank == culprit:
-                continue
-            if rank in failures:
-                self._say(f"  {failures[rank].message.splitlines()[0]}")
-            else:
-                doing = status.describe(now) if status else "starting"
-                self._say(f"  rank {rank} ({self._job.topology.label(rank)}): {doing}")
-        self._print_log_tail(culprit)
+    def _record(self, *lines: str, headlines: tuple[str, ...] = ()) -> None:
+        """Say it on the terminal and add it to the run's account of its failures."""
+        for line in headlines:
+            self._say(line, style="bold red")
+        for line in lines:
+            self._say(line)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with (self._job.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
+            file.write("\n".join([stamp, *headlines, *lines]) + "\n\n")
 
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    def _failures(self) -> dict[int, Failure]:
-        keys = {rank: f"{FAILURE_KEY}/{rank}" for rank in self._children}
-        return {
-            rank: Failure(**json.loads(self._store.get(key)))
-            for rank, key in keys.items()
-            if self._store.check([key])
-        }
-
-    def _culprit(self, failures: dict[int, Failure]) -> int:
-        """Return the rank that ended first of itself: one killed without a word, else the first
-        that failed for another reason than a peer's end."""
-        ended = [rank for rank, child in self._children.items() if child.poll() not in (None, 0)]
-        silent = [rank for rank in ended if rank not in failures]
-        if silent:
-            return silent[0]
-        return min(ended, key=lambda rank: (failures[rank].by_peer, failures[rank].time))
-
-    def _ending(self, rank: int) -> str:
-        code = self._children[rank].poll()
-        if code is not None and code < 0:
-            return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-        return f"failed with exit code {code}"
-
-    def _print_log_tail(self, rank: int) -> None:
-        path = self._log_path(rank)
-        lines = path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        self._say(f"last lines of {path}:")
-        for line in lines:
-            self._say(f"  {line}")
-
-    def _end_children(self) -> None:
-        """End what still runs: SIGTERM, then SIGKILL, to each child's whole session."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            running = [child for child in self._children.values() if child.poll() is None]
-            for child in running:
-                os.killpg(child.pid, number)
-            deadline = time.monotonic() + _TERM_SECONDS
-            while running and time.monotonic() < deadline:
-                running = [child for child in running if child.poll() is None]
-                time.sleep(_POLL_SECONDS)
-        for child in self._children.values():
-            child.wait()
-
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

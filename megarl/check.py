@@ -34,7 +34,8 @@ def topology_of(command: Command, config: RunConfig) -> Topology:
     """Return the executors and ranks that ``command`` needs."""
     match command:
         case Command.TRAIN | Command.DOCTOR:
-            return rl_topology(config.trainer.layout, config.generator.layout)
+            trainer, generator = config.trainer.layout, config.generator.layout
+            return rl_topology(trainer, generator, colocated=config.is_colocated)
         case Command.SFT:
             return sft_topology(config.trainer.layout)
         case Command.EVAL:
@@ -144,6 +145,8 @@ def check_world_size(topology: Topology, given: int) -> None:
     """
     if topology.size != given:
         parts = " + ".join(f"{len(place.ranks)} {place.name}" for place in topology.places)
+        if len(topology.places_of(0)) > 1:
+            parts += ", trainer and generator on the same"
         raise ConfigError(
             f"the layouts need {topology.size} ranks ({parts}), the launcher gave {given}"
         )

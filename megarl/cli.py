@@ -63,7 +63,8 @@ def _run(command: Command, arguments: argparse.Namespace, console: Console) -> i
 
         rank_main([command, str(arguments.config), *overrides])
     # Not earlier: the checks above must answer before torch has been imported.
-    from launch.local import LocalJob, LocalLauncher
+    from launch.local import LocalLauncher
+    from launch.ranks import LocalJob
 
     folder = folder_of(command, config)
     if command is Command.DOCTOR:
@@ -76,6 +77,7 @@ def _run(command: Command, arguments: argparse.Namespace, console: Console) -> i
         topology=topology,
         folder=folder,
         max_steps=config.max_steps,
+        fault=config.fault,
     )
     code = LocalLauncher(job, console).run()
     if command is Command.DOCTOR:

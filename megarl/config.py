@@ -14,10 +14,17 @@ from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
 
 
 class Mode(StrEnum):
-    """async: trainer and generators at the same time, one version apart; sync: in turns."""
+    """async: trainer and generators at the same time; sync: in turns, as with max_staleness 0."""
 
     ASYNC = "async"
     SYNC = "sync"
+
+
+class Placement(StrEnum):
+    """separate: trainer and generators on ranks of their own; colocated: on the same, in turns."""
+
+    SEPARATE = "separate"
+    COLOCATED = "colocated"
 
 
 class PolicyLoss(StrEnum):
@@ -36,6 +43,29 @@ class KLEstimator(StrEnum):
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+
+
+class PartialKv(StrEnum):
+    """What becomes of the KV cache of unfinished responses when new weights come."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+
+
+class StalePolicy(StrEnum):
+    """Of a group that is due and unfinished while a batch of others is complete."""
+
+    WAIT = "wait"
+    DROP = "drop"
+    REGENERATE = "regenerate"
+
+
+class Overlong(StrEnum):
+    """Of responses that are cut or nearly: as any other, no loss, or a lower reward."""
+
+    KEEP = "keep"
+    MASK = "mask"
+    PENALTY = "penalty"
 
 
 class WeightTransport(StrEnum):
@@ -121,6 +151,12 @@ class RolloutConfig:
     top_p: float = 1.0  # must be 1 in training: see docs/algorithms.md
     top_k: int = -1  # must be -1 in training: see docs/algorithms.md
     max_response_length: int = 1024  # longest response in tokens
+    stale_policy: StalePolicy = StalePolicy.WAIT  # wait, drop or regenerate: see docs/async.md
+    dynamic_sampling: bool = False  # leave out prompts whose samples all earn the same
+    max_oversample: float = 3.0  # batches of prompts started for one because of that, at most
+    overlong: Overlong = Overlong.KEEP  # cut responses: keep, mask (no loss) or penalty
+    overlong_buffer: int = 0  # penalty: last tokens over which the reward falls by 1
+    partial_kv: PartialKv = PartialKv.RECOMPUTE  # KV of unfinished responses when new weights come
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +194,8 @@ class RewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     save_freq: int = 0  # steps between checkpoints; 0: only at the end
+    keep_last: int = 0  # newest checkpoints that stay; 0: all stay
+    keep_best: int = 0  # with keep_last: also so many of the best held-out accuracy
     export_hf: bool = True  # write the final model as a Hugging Face folder
 
 
@@ -177,7 +215,8 @@ class ObserveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    timeout_seconds: float = 600.0  # longest wait for a peer before the job ends
+    timeout_seconds: float = 600.0  # longest wait for a peer, longest silence: docs/faults.md
+    max_restarts: int = 0  # the launcher's new starts in a row without a newer checkpoint
     max_logprob_error: float = 0.0  # trainer to generator, at the start; 0: see docs/doctor.md
     mean_logprob_error: float = 0.0  # the same, mean over tokens; 0: see docs/doctor.md
 
@@ -190,6 +229,8 @@ class RunConfig:
     run_dir: str = "runs"  # where run folders lie
     seed: int = 0  # seed of data order and sampling
     mode: Mode = Mode.ASYNC  # async or sync
+    placement: Placement = Placement.SEPARATE  # separate or colocated: see docs/async.md
+    max_staleness: int = 1  # versions between a token's policy and the one it trains; 0: on-policy
     max_steps: int = 100  # optimizer steps
     resume: Resume = Resume.NEVER  # auto: go on from the newest checkpoint where there is one
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -208,6 +249,25 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         return Path(self.run_dir) / self.name
+
+    @property
+    def staleness_bound(self) -> int:
+        """`max_staleness`, which mode=sync makes 0."""
+        return 0 if self.mode is Mode.SYNC else self.max_staleness
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.placement is Placement.COLOCATED
+
+    @property
+    def first_generator_rank(self) -> int:
+        """The trainer's ranks come before, where they are not the same."""
+        return 0 if self.is_colocated else self.trainer.layout.world_size
+
+    @property
+    def num_engine_ranks(self) -> int:
+        """Ranks that hold weights: all but the reward executor's."""
+        return self.first_generator_rank + self.generator.layout.world_size
 
     @property
     def generator_dtype(self) -> str:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.config import (
     AdvantageEstimator,
     AlgorithmConfig,
+    Overlong,
     RolloutConfig,
     RunConfig,
     TrainerConfig,
@@ -123,6 +124,7 @@ def validate(config: RunConfig) -> None:
         allowed = ("float32", "bfloat16") + (("",) if key == "generator_dtype" else ())
         _require(value in allowed, f"model.{key}", value, "float32 or bfloat16")
     _require(config.max_steps >= 1, "max_steps", config.max_steps, "at least 1")
+    _require(config.max_staleness >= 0, "max_staleness", config.max_staleness, "at least 0")
     _require(
         config.data.train_batch_size >= 1,
         "data.train_batch_size",
@@ -139,7 +141,7 @@ def validate(config: RunConfig) -> None:
         ("weights.message_mib", config.weights.message_mib),
     ):
         _require(value > 0, key, value, "above 0")
-    for key in ("max_logprob_error", "mean_logprob_error"):
+    for key in ("max_restarts", "max_logprob_error", "mean_logprob_error"):
         value = getattr(config.fault, key)
         _require(value >= 0, f"fault.{key}", value, "at least 0")
     _validate_rollout(config.rollout)
@@ -162,6 +164,16 @@ def _validate_rollout(rollout: RolloutConfig) -> None:
         "rollout.max_response_length",
         rollout.max_response_length,
         "at least 1",
+    )
+    _require(
+        rollout.max_oversample >= 1, "rollout.max_oversample", rollout.max_oversample, "at least 1"
+    )
+    _require(
+        rollout.overlong is not Overlong.PENALTY
+        or 1 <= rollout.overlong_buffer <= rollout.max_response_length,
+        "rollout.overlong_buffer",
+        rollout.overlong_buffer,
+        f"in 1..{rollout.max_response_length} for rollout.overlong=penalty",
     )
 
 
@@ -208,6 +220,24 @@ def _validate_layouts(config: RunConfig) -> None:
     for item in ("tp", "pp", "replicas"):
         value = getattr(config.generator.layout, item)
         _require(value >= 1, f"generator.layout.{item}", value, "at least 1")
+    if config.is_colocated:
+        _validate_colocated(config)
+
+
+def _validate_colocated(config: RunConfig) -> None:
+    _require(
+        config.staleness_bound == 0,
+        "mode",
+        config.mode.value,
+        "sync (or max_staleness 0) for placement=colocated: trainer and generators take turns",
+    )
+    trainer, generator = config.trainer.layout.world_size, config.generator.layout.world_size
+    _require(
+        trainer == generator,
+        "generator.layout",
+        generator,
+        f"of {trainer} ranks, as the trainer's, for placement=colocated: each rank is both",
+    )
 
 
 def _validate_trainer(trainer: TrainerConfig) -> None:

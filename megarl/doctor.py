@@ -17,12 +17,11 @@ from rich.table import Table
 
 from megarl.check import Command, folder_of
 from megarl.checkpoint import StartPoint
-from megarl.config import RunConfig
+from megarl.config import Mode, Overlong, RunConfig
 from megarl.contract import error_bounds
 from megarl.controller import (
     BATCH,
     GENERATOR_METRICS,
-    ROLLOUTS,
     TRAINER_METRICS,
     WEIGHTS,
     ExecutorController,
@@ -31,20 +30,25 @@ from megarl.controller import (
 from megarl.observe import logs
 from megarl.observe.files import replacing
 from megarl.topology import GENERATOR, REWARD, TRAINER
-from megarl.wiring import Rank, make_channels, make_executor
+from megarl.wiring import Rank, close, initialize, make_channels, make_executors
 
 logger = logging.getLogger(__name__)
 
 FINDINGS_FILE = "doctor.json"
 _NUM_PROMPTS, _NUM_SAMPLES, _RESPONSE_LENGTH = 4, 2, 32
 
-# One tick in the order of mode=sync, up to the optimizer step.
+# One tick without the optimizer step.
 _ORDER = (
     Stage(channel=WEIGHTS),
-    Stage(steps=(GENERATOR,)),
-    Stage(channel=ROLLOUTS),
-    Stage(channel=GENERATOR_METRICS),
+    Stage(prepares=(REWARD,)),
     Stage(channel=BATCH),
+    Stage(steps=(GENERATOR, REWARD)),
+)
+_COLOCATED_ORDER = (
+    Stage(channel=WEIGHTS),
+    Stage(prepares=(REWARD,), steps=(GENERATOR,)),
+    Stage(channel=BATCH),
+    Stage(steps=(REWARD,)),
 )
 
 
@@ -68,44 +72,60 @@ def examination(config: RunConfig, start: StartPoint) -> RunConfig:
     length = min(config.rollout.max_response_length, _RESPONSE_LENGTH)
     return replace(
         config,
-        max_steps=max(config.max_steps, start.step + 1),  # a run at its end samples nothing more
+        name=folder_of(Command.DOCTOR, config).name,
+        mode=Mode.SYNC,
+        max_steps=start.step + 2,  # more than this one, so that nothing is saved
+        checkpoint=replace(config.checkpoint, save_freq=0),
         data=replace(config.data, train_batch_size=num_prompts, shuffle=False, eval_path=""),
-        rollout=replace(config.rollout, n=_NUM_SAMPLES, max_response_length=length),
+        rollout=replace(
+            config.rollout,
+            n=_NUM_SAMPLES,
+            max_response_length=length,
+            dynamic_sampling=False,
+            overlong=Overlong.KEEP,
+        ),
     )
 
 
 def examine(rank: Rank) -> None:
     """One rank's part of the examination; a check that does not hold raises its own error."""
+    rank = replace(rank, start=replace(rank.start, rollout_file=None))  # it samples its own
     world, start = rank.world, rank.start
     folder = folder_of(Command.DOCTOR, rank.config)
     work = examination(rank.config, start)
-    executor = make_executor(rank, lambda step, metrics: None, work)
+    executors = make_executors(rank, lambda step, metrics: None, work)
+    order = _COLOCATED_ORDER if work.is_colocated else _ORDER
     try:
         world.set_status("starting the engine")
-        executor.init()
-        channels = make_channels(rank, executor)
+        initialize(rank, executors)
+        channels = make_channels(rank, executors)
         world.barrier("start")
 
         def on_step(step: int) -> None:
             world.set_step(step)
             logs.set_step(step)
 
+        if executors[0].name == TRAINER:
+            world.arrive(start.step + 1)  # it takes no step: nobody waits for its end
         tick = range(start.step, start.step + 1)
-        ExecutorController(executor, channels, _ORDER, tick, on_step).run()
-        if world.place.name == TRAINER:
+        ExecutorController(executors, channels, order, tick, on_step, world.inside).run()
+        executor = executors[0]
+        if executor.name == TRAINER:
             from megarl.executors.trainer import TrainerExecutor
 
             assert isinstance(executor, TrainerExecutor)
-            executor.check_agreement()
+            with world.inside(TRAINER):
+                executor.check_agreement()
         channels[TRAINER_METRICS].communicate()
-        if world.place.name == REWARD:
+        channels[GENERATOR_METRICS].communicate()
+        if executor.name == REWARD:
             from megarl.executors.reward import RewardExecutor
 
             assert isinstance(executor, RewardExecutor)
             _write(folder, findings(work, start, executor.record(start.step + 1)))
         world.barrier("end of examination")
     finally:
-        executor.close()
+        close(rank, executors)
 
 
 def findings(config: RunConfig, start: StartPoint, measured: Mapping[str, float]) -> list[Finding]:

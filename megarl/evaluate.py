@@ -11,11 +11,12 @@ import logging
 from pathlib import Path
 
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import decode, eos_id, load_model_tokenizer
-from megarl.executors.generator import Sampling, sample_all
-from megarl.executors.reward import reward_item
+from megarl.data.tokenizer import eos_id, load_model_tokenizer
 from megarl.observe.files import replacing
-from megarl.rewards.pool import RewardPool
+from megarl.rollout.engine import SampleRequest, sample_all
+from megarl.rollout.scoring import Scorer
+from megarl.rollout.tasks import sampling_seed
+from megarl.topology import GENERATOR
 from megarl.wiring import Rank, make_engine
 
 logger = logging.getLogger(__name__)
@@ -30,29 +31,29 @@ def evaluate(rank: Rank) -> None:
     prompts = PromptDataset(Path(config.data.eval_path), tokenizer, config.data).all()
     rank.world.set_status("starting the engine")
     engine = make_engine(rank, load_weights=True)
-    n = config.eval.n
-    pairs = [(index, sample) for index in range(len(prompts)) for sample in range(n + 1)]
-    sampling = Sampling(config=config, n=n, eos_token_id=eos_id(tokenizer))
-    with rank.tracer.span("testing"):
-        samples = sample_all(engine, sampling.requests(prompts, pairs))
+    n, rollout = config.eval.n, config.rollout
+    requests = [
+        SampleRequest(
+            request_id=index * (n + 1) + sample,
+            prompt=prompt.tokens,
+            max_tokens=rollout.max_response_length,
+            temperature=rollout.temperature if sample < n else 0.0,
+            seed=sampling_seed(config.seed, prompt.prompt_id, sample),
+            eos_token_id=eos_id(tokenizer),
+        )
+        for index, prompt in enumerate(prompts)
+        for sample in range(n + 1)
+    ]
+    with rank.tracers[GENERATOR].span("testing"):
+        samples = sample_all(engine, requests)
     engine.close()
     if rank.world.rank != 0:
         return
-    items = [
-        reward_item(
-            prompts[sample.request_id // (n + 1)],
-            decode(tokenizer, sample.tokens),
-            sample.finished,
-        )
-        for sample in samples
-    ]
-    pool = RewardPool(
-        config.reward.path, config.reward.num_processes, config.reward.timeout_seconds
-    )
+    scorer = Scorer(config, tokenizer)
     try:
-        scores = pool.score(items).scores
+        scores = scorer.score([(prompts[s.request_id // (n + 1)], s) for s in samples])
     finally:
-        pool.close()
+        scorer.close()
     is_greedy = [sample.request_id % (n + 1) == n for sample in samples]
     sampled = [score for score, greedy in zip(scores, is_greedy, strict=True) if not greedy]
     greedy = [score for score, greedy in zip(scores, is_greedy, strict=True) if greedy]

@@ -2,7 +2,7 @@
 
 Ranks are handed out in one order: the trainer's, then the generators', then the reward executor's.
 So ranks of the trainer and of the generators are the same in the global world and in the group of
-the two that carries weights.
+the two that carries weights. Where the two are colocated, generators have the trainer's ranks.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ class Topology:
 
     @property
     def size(self) -> int:
-        return sum(len(place.ranks) for place in self.places)
+        return len({rank for place in self.places for rank in place.ranks})
 
     def place(self, name: str) -> ExecutorPlace:
         return next(place for place in self.places if place.name == name)
 
-    def place_of(self, rank: int) -> ExecutorPlace:
-        return next(place for place in self.places if rank in place.ranks)
+    def places_of(self, rank: int) -> tuple[ExecutorPlace, ...]:
+        """Return the place of ``rank``, or its two where executors are colocated."""
+        return tuple(place for place in self.places if rank in place.ranks)
 
     def label(self, rank: int) -> str:
-        """Return e.g. ``trainer.1``: the executor and the rank's index in it."""
-        place = self.place_of(rank)
+        """Return e.g. ``trainer.1``: the (first) executor and the rank's index in it."""
+        place = self.places_of(rank)[0]
         return f"{place.name}.{place.ranks.index(rank)}"
 
 
@@ -83,9 +84,12 @@ def generator_place(layout: GeneratorLayout, first_rank: int) -> ExecutorPlace:
     return ExecutorPlace(name=GENERATOR, groups=replicas, worlds=replicas)
 
 
-def rl_topology(trainer: TrainerLayout, generator: GeneratorLayout) -> Topology:
-    """Return trainer, generators and one reward rank."""
-    first, last = trainer.world_size, trainer.world_size + generator.world_size
+def rl_topology(
+    trainer: TrainerLayout, generator: GeneratorLayout, *, colocated: bool = False
+) -> Topology:
+    """Return trainer, generators (``colocated``: on the trainer's ranks) and one reward rank."""
+    first = 0 if colocated else trainer.world_size
+    last = first + generator.world_size
     reward = ExecutorPlace(name=REWARD, groups=((last,),), worlds=((last,),))
     return Topology(places=(trainer_place(trainer), generator_place(generator, first), reward))
 

@@ -24,7 +24,14 @@ from megarl import checkpoint
 from megarl.check import Command, check_run, check_world_size, topology_of
 from megarl.config import RunConfig
 from megarl.config_file import load_config
-from megarl.controller import WEIGHTS, ExecutorController, Stage, stages, ticks
+from megarl.controller import (
+    COLOCATED_STAGES,
+    STAGES,
+    WEIGHTS,
+    ExecutorController,
+    Stage,
+    ticks,
+)
 from megarl.errors import ConfigError
 from megarl.observe import logs
 from megarl.observe.metrics import (
@@ -34,9 +41,17 @@ from megarl.observe.metrics import (
     read_metrics,
     write_summary,
 )
-from megarl.observe.trace import Tracer, merge_traces
+from megarl.observe.trace import merge_traces
 from megarl.topology import REWARD, TRAINER
-from megarl.wiring import Rank, export_link, make_channels, make_executor
+from megarl.wiring import (
+    Rank,
+    close,
+    export_link,
+    initialize,
+    make_channels,
+    make_executors,
+    make_tracers,
+)
 from megarl.world import Rendezvous, World
 
 logger = logging.getLogger(__name__)
@@ -70,15 +85,15 @@ def run_training(rank: Rank) -> None:
     """One rank of ``megarl train``, from building to the summary."""
     config, world = rank.config, rank.world
     metrics = _open_metrics(rank) if world.place.name == REWARD else None
-    executor = make_executor(rank, metrics.write if metrics else None)
+    executors = make_executors(rank, metrics.write if metrics else None)
+    order = COLOCATED_STAGES if config.is_colocated else STAGES
     try:
         world.set_status("starting the engine")
-        executor.init()
-        channels = make_channels(rank, executor)
+        initialize(rank, executors)
+        channels = make_channels(rank, executors)
         world.barrier("start")
-        order = stages(config.mode)
-        all_ticks = ticks(config.mode, rank.start.step, config.max_steps)
-        ExecutorController(executor, channels, order, all_ticks, _step_hook(world)).run()
+        all_ticks, on_step = ticks(rank.start.step, config.max_steps), _step_hook(world)
+        ExecutorController(executors, channels, order, all_ticks, on_step, world.inside).run()
         channels[WEIGHTS].settle()
         _write_trace(rank)
         world.barrier(_FINISH_LABEL)
@@ -86,7 +101,7 @@ def run_training(rank: Rank) -> None:
             metrics.close()
             finish(rank)
     finally:
-        executor.close()
+        close(rank, executors)
 
 
 def run_sft(rank: Rank) -> None:
@@ -100,13 +115,13 @@ def run_sft(rank: Rank) -> None:
         sink=metrics.write if metrics else _discard,
         stop_requested=world.stop_requested,
     )
-    executor = SftExecutor(config, rank.start, world.rank, surroundings, rank.tracer)
+    executor = SftExecutor(config, rank.start, world.rank, surroundings, rank.tracers[TRAINER])
     try:
         world.set_status("starting the engine")
         executor.init()
         order = (Stage(steps=(TRAINER,)),)
-        all_ticks = range(rank.start.step, config.max_steps)
-        ExecutorController(executor, {}, order, all_ticks, _step_hook(world)).run()
+        all_ticks, on_step = range(rank.start.step, config.max_steps), _step_hook(world)
+        ExecutorController((executor,), {}, order, all_ticks, on_step, world.inside).run()
         world.barrier(_FINISH_LABEL)
     finally:
         executor.close()
@@ -151,8 +166,9 @@ def _trace_folder(config: RunConfig) -> Path:
 
 def _write_trace(rank: Rank) -> None:
     if rank.config.observe.trace:
-        name = f"trace.{rank.world.place.name}.{rank.world.rank}.json"
-        rank.tracer.write(_trace_folder(rank.config) / name)
+        for name, tracer in rank.tracers.items():
+            file = f"trace.{name}.{rank.world.rank}.json"
+            tracer.write(_trace_folder(rank.config) / file)
 
 
 def finish(rank: Rank) -> None:
@@ -198,11 +214,15 @@ def _run(command: Command, config: RunConfig, began: float) -> None:
     world = World(topology, at)
     logs.setup_logging(world.place.name, world.rank, None)
     try:
-        signal.signal(signal.SIGUSR1, lambda *_: world.request_stop())
-        tracer = Tracer(world.place.name, world.rank, on_enter=world.set_status)
-        start = checkpoint.find_start(config)
+        if command in (Command.TRAIN, Command.SFT):  # the others have nothing to save
+            world.stop_on(signal.SIGTERM, signal.SIGUSR1)
         rank = Rank(
-            config=config, topology=topology, world=world, tracer=tracer, start=start, began=began
+            config=config,
+            topology=topology,
+            world=world,
+            tracers=make_tracers(world),
+            start=checkpoint.find_start(config),
+            began=began,
         )
         runs = {
             Command.TRAIN: run_training,
@@ -213,7 +233,7 @@ def _run(command: Command, config: RunConfig, began: float) -> None:
         runs[command](rank)
         world.leave()
     except BaseException as error:
-        world.report_failure(error)
+        world.report_failure(error, config.folder)
         raise
 
 

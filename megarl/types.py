@@ -37,7 +37,7 @@ def _check_packed(lengths: Tensor, columns: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts(Message):
-    """Finished samples of one replica; made by the generator, scored by the reward executor.
+    """Finished samples with their prompts, as the reward executor scores and batches them.
 
     Example: one prompt of 3 tokens, one response of 2 sampled with version 7::
 
@@ -53,6 +53,44 @@ class Rollouts(Message):
     tokens: Tensor  # [T] int64
     logprobs: Tensor  # [T] float32, log mu at the sampling temperature; 0 for prompt tokens
     versions: Tensor  # [T] int64, policy version that sampled the token; -1 for prompt tokens
+
+    def __post_init__(self) -> None:
+        columns = {"tokens": self.tokens, "logprobs": self.logprobs, "versions": self.versions}
+        _check_packed(self.lengths, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Message):
+    """What one replica sampled since its last report; made by the generator."""
+
+    request_ids: Tensor  # [B] int64
+    lengths: Tensor  # [B] int64, of the responses
+    finished: Tensor  # [B] int64, 1 where the response ended by itself (EOS)
+    tokens: Tensor  # [T] int64, responses only
+    logprobs: Tensor  # [T] float32, log mu at the sampling temperature
+    versions: Tensor  # [T] int64, policy version that sampled the token
+
+    def __post_init__(self) -> None:
+        columns = {"tokens": self.tokens, "logprobs": self.logprobs, "versions": self.versions}
+        _check_packed(self.lengths, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders(Message):
+    """The answer to a report: what the replica is to do next; made by the reward executor."""
+
+    state: Tensor  # [1] int64, a `megarl.rollout.messages.State`
+    eos: Tensor  # [1] int64, token that ends a response
+    aborts: Tensor  # [A] int64, requests to drop
+    request_ids: Tensor  # [B] int64, requests to add
+    prompt_lengths: Tensor  # [B] int64
+    lengths: Tensor  # [B] int64, prompt and what was generated before
+    max_tokens: Tensor  # [B] int64, of the whole response
+    seeds: Tensor  # [B] int64
+    temperatures: Tensor  # [B] float64
+    tokens: Tensor  # [T] int64
+    logprobs: Tensor  # [T] float32, log mu; 0 for prompt tokens
+    versions: Tensor  # [T] int64; -1 for prompt tokens
 
     def __post_init__(self) -> None:
         columns = {"tokens": self.tokens, "logprobs": self.logprobs, "versions": self.versions}
@@ -110,6 +148,11 @@ class Control(Message):
     """What every executor must decide alike at the head of a tick."""
 
     stop: Tensor  # [1] int64, 1: save and end after this tick
+
+
+def field_names(kind: type[Message]) -> list[str]:
+    """Return the names of a message's tensors in the order of its fields."""
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def field_tensors(message: Message) -> list[Tensor]:

@@ -49,7 +49,7 @@ def run_sides(config: RunConfig, spec: ModelSpec, *, te: bool) -> tuple[Side, Si
     target = vllm_side(
         spec,
         config.generator.layout,
-        first_rank=layout.world_size,
+        first_rank=config.first_generator_rank,
         dtype=config.generator_dtype,
     )
     return megatron_side(spec, layout, te=te, dtype=config.model.dtype), target
@@ -69,9 +69,8 @@ def plan_policy(
     config: RunConfig, cluster: Cluster | None, seats: tuple[Seat, ...] = ()
 ) -> PlanPolicy:
     """Return what the configuration says of messages and places; forwarding not yet chosen."""
-    ranks = config.trainer.layout.world_size + config.generator.layout.world_size
     if cluster and not seats:
-        seats = cluster.seats(ranks)
+        seats = cluster.seats(config.num_engine_ranks)
     return PlanPolicy(message_bytes=int(config.weights.message_mib * 2**20), seats=seats)
 
 

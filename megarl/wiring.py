@@ -8,7 +8,7 @@ to import, and no rank needs all three.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -17,6 +17,7 @@ import torch
 
 from megarl.channels.base import CommunicationChannel
 from megarl.channels.collective import BroadcastChannel, Edge, GatherChannel, ScatterChannel
+from megarl.channels.requests import RequestClient, RequestServer
 from megarl.channels.weights import (
     NoChannel,
     WeightSource,
@@ -30,9 +31,7 @@ from megarl.controller import (
     BATCH,
     CONTROL_GENERATOR,
     CONTROL_TRAINER,
-    EVAL_ROLLOUTS,
     GENERATOR_METRICS,
-    ROLLOUTS,
     TRAINER_METRICS,
     WEIGHTS,
 )
@@ -43,7 +42,7 @@ from megarl.ddma.transports.ipc import IpcTransport
 from megarl.executors.base import Executor
 from megarl.observe.trace import Tracer
 from megarl.topology import GENERATOR, REWARD, TRAINER, Topology
-from megarl.types import Control, MetricValues, Rollouts, TrainBatch
+from megarl.types import Control, MetricValues, TrainBatch
 from megarl.weights import run_spec, weight_plan
 from megarl.world import World
 from megatron_bridge.layouts.vllm import vllm_manifest
@@ -57,8 +56,6 @@ EDGES = (
     Edge(name=CONTROL_TRAINER, outbound=REWARD, inbound=TRAINER, message_type=Control),
     Edge(name=CONTROL_GENERATOR, outbound=REWARD, inbound=GENERATOR, message_type=Control),
     Edge(name=TRAINER_METRICS, outbound=TRAINER, inbound=REWARD, message_type=MetricValues),
-    Edge(name=ROLLOUTS, outbound=GENERATOR, inbound=REWARD, message_type=Rollouts),
-    Edge(name=EVAL_ROLLOUTS, outbound=GENERATOR, inbound=REWARD, message_type=Rollouts),
     Edge(name=GENERATOR_METRICS, outbound=GENERATOR, inbound=REWARD, message_type=MetricValues),
     Edge(name=BATCH, outbound=REWARD, inbound=TRAINER, message_type=TrainBatch),
 )
@@ -71,9 +68,17 @@ class Rank:
     config: RunConfig
     topology: Topology
     world: World
-    tracer: Tracer
+    tracers: Mapping[str, Tracer]  # by executor of this rank
     start: StartPoint
     began: float  # monotonic seconds when the process began
+
+
+def make_tracers(world: World) -> Mapping[str, Tracer]:
+    """Return a tracer for each executor of this rank: on a rank of two each times its own work."""
+    return {
+        place.name: Tracer(place.name, world.rank, on_enter=world.set_status)
+        for place in world.places
+    }
 
 
 def _installed(package: str) -> bool:
@@ -85,7 +90,7 @@ def make_engine(rank: Rank, *, load_weights: bool) -> VllmEngine:
     from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
 
     config = rank.config
-    replica = rank.world.place.group_index(rank.world.rank)
+    replica = rank.topology.place(GENERATOR).group_index(rank.world.rank)
     return VllmEngine(
         EngineSettings(
             model_path=config.model.path,
@@ -99,6 +104,7 @@ def make_engine(rank: Rank, *, load_weights: bool) -> VllmEngine:
             seed=config.seed,
             enforce_eager=config.generator.enforce_eager,
             prefix_caching=config.generator.prefix_caching,
+            partial_kv=config.rollout.partial_kv,
             job=f"{config.name}-{rank.world.run_id}-{replica}",
             load_weights=load_weights,
         )
@@ -109,28 +115,56 @@ def export_link(world: World) -> ExportLink:
     """Return what the trainer's ranks send their shards over when they export."""
     from megarl.executors.policy import ExportLink
 
-    ranks = world.place.ranks
+    ranks = world.topology.place(TRAINER).ranks
     group = world.device_group("trainer/export", ranks) if len(ranks) > 1 else None
     return ExportLink(group=group, wait=world.wait)
 
 
-def make_executor(rank: Rank, sink: MetricSink | None, work: RunConfig | None = None) -> Executor:
-    """Build this rank's executor.
+def make_executors(
+    rank: Rank, sink: MetricSink | None, work: RunConfig | None = None
+) -> tuple[Executor, ...]:
+    """Build this rank's executors: one, or the trainer and the generator.
 
     Args:
         work: what the executors do, where that is less than ``rank.config`` says; engines are
             built as that says.
     """
-    config, world, start = work or rank.config, rank.world, rank.start
-    match world.place.name:
-        case name if name == TRAINER:
-            from megarl.executors.trainer import TrainerExecutor
+    return tuple(_make_executor(place.name, rank, sink, work) for place in rank.world.places)
 
-            return TrainerExecutor(config, start, world.rank, export_link(world), rank.tracer)
-        case name if name == GENERATOR:
+
+def initialize(rank: Rank, executors: Sequence[Executor]) -> None:
+    """Build the engines, each in its world.
+
+    Of two the generator comes first: vLLM wants most of a GPU free when it starts, whatever it is
+    then told to use of it.
+    """
+    for executor in reversed(executors):
+        with rank.world.inside(executor.name):
+            executor.init()
+
+
+def close(rank: Rank, executors: Sequence[Executor]) -> None:
+    """Close all executors, each in its world; may be called after a failure."""
+    for executor in executors:
+        with rank.world.inside(executor.name):
+            executor.close()
+
+
+def _make_executor(
+    name: str, rank: Rank, sink: MetricSink | None, work: RunConfig | None
+) -> Executor:
+    config, world, start = work or rank.config, rank.world, rank.start
+    tracer = rank.tracers[name]
+    match name:
+        case _ if name == TRAINER:
+            from megarl.executors.trainer import Surroundings, TrainerExecutor
+
+            around = Surroundings(link=export_link(world), arrive=world.arrive)
+            return TrainerExecutor(config, start, world.rank, around, tracer)
+        case _ if name == GENERATOR:
             from megarl.executors.generator import GeneratorExecutor, Replica
 
-            place, layout = world.place, config.generator.layout
+            place, layout = rank.topology.place(GENERATOR), config.generator.layout
             index = place.group_index(world.rank)
             local_rank = place.groups[index].index(world.rank)
             manifest = vllm_manifest(
@@ -140,29 +174,39 @@ def make_executor(rank: Rank, sink: MetricSink | None, work: RunConfig | None = 
                 global_rank=world.rank,
                 layout=layout,
             )
-            replica = Replica(index=index, count=len(place.groups), manifest=manifest)
+            replica = Replica(manifest=manifest, client=RequestClient(world))
             engine = partial(make_engine, rank, load_weights=False)
-            return GeneratorExecutor(config, start, replica, engine, rank.tracer)
+            return GeneratorExecutor(config, start, replica, engine, tracer)
         case _:
-            from megarl.executors.reward import RewardExecutor
+            from megarl.executors.reward import RewardExecutor, Surroundings
 
             assert sink is not None
-            return RewardExecutor(config, start.step, sink, world.stop_requested, rank.tracer)
+            around = Surroundings(
+                sink=sink,
+                say=world.set_status,
+                stop_requested=world.stop_requested,
+                has_arrived=world.has_arrived,
+                serve=partial(RequestServer, world),
+                num_replicas=len(rank.topology.place(GENERATOR).groups),
+                closes_before_batch=config.is_colocated,
+            )
+            return RewardExecutor(config, start, around, tracer)
 
 
-def make_channels(rank: Rank, executor: Executor) -> Mapping[str, CommunicationChannel]:
-    """Build all channels in one order on every rank; the executor is initialised."""
-    world, tracer = rank.world, rank.tracer
+def make_channels(rank: Rank, executors: Sequence[Executor]) -> Mapping[str, CommunicationChannel]:
+    """Build all channels in one order on every rank; the executors are initialised."""
+    mine = {executor.name: executor for executor in executors}
     kinds = {
         CONTROL_TRAINER: BroadcastChannel,
         CONTROL_GENERATOR: BroadcastChannel,
         BATCH: ScatterChannel,
     }
-    channels: dict[str, CommunicationChannel] = {
-        edge.name: kinds.get(edge.name, GatherChannel)(edge, index, world, executor, tracer)
-        for index, edge in enumerate(EDGES)
-    }
-    channels[WEIGHTS] = _weights_channel(rank, executor)
+    channels: dict[str, CommunicationChannel] = {}
+    for index, edge in enumerate(EDGES):
+        executor = mine.get(edge.outbound) or mine.get(edge.inbound) or executors[0]
+        kind, tracer = kinds.get(edge.name, GatherChannel), rank.tracers[executor.name]
+        channels[edge.name] = kind(edge, index, rank.world, executor, tracer)
+    channels[WEIGHTS] = _weights_channel(rank, mine)
     return channels
 
 
@@ -183,13 +227,15 @@ def _weight_transport(
     return CollectiveTransport(group, device, wait=world.wait, window=window, control=control)
 
 
-def _weights_channel(rank: Rank, executor: Executor) -> CommunicationChannel:
+def _weights_channel(rank: Rank, mine: Mapping[str, Executor]) -> CommunicationChannel:
     world, config = rank.world, rank.config
     hosts = world.hosts()
-    if world.place.name == REWARD:
+    if REWARD in mine:
         return NoChannel(WEIGHTS)
-    ranks = rank.topology.place(TRAINER).ranks + rank.topology.place(GENERATOR).ranks
-    params = executor.get_model()
+    ends = [rank.topology.place(name).ranks for name in (TRAINER, GENERATOR)]
+    ranks = tuple(dict.fromkeys(ends[0] + ends[1]))
+    # Megatron's and vLLM's names have no prefix in common.
+    params = {name: p for each in mine.values() for name, p in each.get_model().items()}
     device = next(iter(params.values())).device
     te = torch.cuda.is_available() and _installed("transformer_engine")
     seats = tuple((hosts[r], hosts[:r].count(hosts[r])) for r in ranks)
@@ -197,6 +243,10 @@ def _weights_channel(rank: Rank, executor: Executor) -> CommunicationChannel:
     near = frozenset(r for r in ranks if hosts[r] == hosts[world.rank] and r != world.rank)
     transport = _weight_transport(rank, ranks, device, near)
     sync = WeightSync(transfer, world.rank, transport, params, verify=config.weights.verify)
-    if world.place.name == TRAINER:
-        return WeightsSendChannel(WEIGHTS, sync, cast(WeightSource, executor), rank.tracer)
-    return WeightsReceiveChannel(WEIGHTS, sync, cast(WeightTarget, executor), rank.tracer)
+    source = cast(WeightSource, mine.get(TRAINER))
+    tracer = next(iter(rank.tracers.values()))
+    if GENERATOR not in mine:
+        return WeightsSendChannel(WEIGHTS, sync, source, tracer)
+    target = cast(WeightTarget, mine[GENERATOR])
+    inside = partial(world.inside, GENERATOR)
+    return WeightsReceiveChannel(WEIGHTS, sync, target, tracer, inside, source)

@@ -1,24 +1,26 @@
 """The two worlds of each rank, and every wait on a peer.
 
 * the *executor world* is torch's default process group: all ranks of the trainer, the ranks of one
-  replica of the generator. Megatron and vLLM run in it unpatched;
+  replica of the generator. Megatron and vLLM run in it unpatched; a rank of both has two of them
+  and is `inside` one at a time;
 * the *global world* holds all ranks; it is a second group made from the same store under another
   prefix. Channels and DDMA use it and sub-groups of it.
 
 Called by `megarl.train` (join, leave), channels and DDMA (groups, `wait`). The store also carries
-what each rank is doing, so that whoever ends the job can say who waited for whom.
+what each rank is doing (`megarl.progress`): whoever ends the job can say who waited for whom.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, cast
@@ -27,11 +29,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.errors import ChannelError, ChannelTimeout
-from megarl.topology import ExecutorPlace, Topology
+from megarl.errors import ChannelError, ChannelTimeout, ConfigError, DataError
+from megarl.progress import (
+    OBSERVER_KEY,
+    STOP_KEY,
+    Failure,
+    Heartbeat,
+    Status,
+    write_account,
+    write_failure,
+)
+from megarl.topology import TRAINER, ExecutorPlace, Topology
 
+_ARRIVED_KEY = "arrived"
 _POLL_SECONDS = 0.05  # how often a waiting rank looks whether its time is over or a signal came
-STOP_KEY, FAILURE_KEY = "stop", "failure"
 _STORE_TIMEOUT = timedelta(seconds=120)  # connecting to the store, while peers still import
 
 
@@ -43,13 +54,18 @@ def _is_closed(error: BaseException) -> bool:
     return "onnection closed" in str(error) or "onnection reset" in str(error)
 
 
+def _is_expired(error: BaseException) -> bool:
+    """Whether a collective inside an executor's world, in gloo's words, gave up on a peer."""
+    return "Timed out" in str(error)
+
+
 def _reason(error: BaseException) -> str:
     """Return why a wait failed, without gloo's source path but with the label before it."""
     text = str(error)
     label = text.partition("[/")[0]
     if _is_closed(error):
         return f"{label}a peer closed the connection"
-    return f"{label}timed out" if "Timed out" in text else text
+    return f"{label}timed out" if _is_expired(error) else text
 
 
 class Group(Protocol):
@@ -106,29 +122,6 @@ def timed_wait(timeout_seconds: float) -> Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """What a rank is doing, as it last wrote into the store."""
-
-    label: str
-    step: int
-    what: str
-    since: float  # seconds since the epoch
-
-    def describe(self, now: float) -> str:
-        what = self.what or "between two spans"
-        return f"{self.label}, tick {self.step}: {what} for {now - self.since:.1f} s"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why a rank ended, as it wrote into the store under ``FAILURE_KEY/rank``."""
-
-    time: float
-    message: str
-    by_peer: bool  # it only noticed that a peer was gone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
     """Where and as whom a rank joins."""
 
@@ -137,14 +130,6 @@ class Rendezvous:
     port: int
     is_store_host: bool  # this process hosts the store (else the launcher does)
     timeout_seconds: float
-
-
-def read_status(store: dist.Store, rank: int) -> Status | None:
-    """Return what ``rank`` last said of itself; None where it has not joined yet."""
-    key = f"status/{rank}"
-    if not store.check([key]):
-        return None
-    return Status(**json.loads(store.get(key)))
 
 
 def _host_name() -> str:
@@ -163,7 +148,8 @@ class World:
         self.topology = topology
         self.rank = at.rank
         self.timeout_seconds = at.timeout_seconds
-        self.place: ExecutorPlace = topology.place_of(at.rank)
+        self.places = topology.places_of(at.rank)
+        self.place: ExecutorPlace = self.places[0]
         self.label = topology.label(at.rank)
         self._timeout = timedelta(seconds=at.timeout_seconds)
         self._step = -1
@@ -172,27 +158,50 @@ class World:
             at.host, at.port, is_master=at.is_store_host, timeout=_STORE_TIMEOUT
         )
         self._last_what = ""  # for a failure's report: leaving a span on an error clears the status
-        self.set_status("joining the worlds")
+        self._say("starting", waiting=False)
+        beats = dist.TCPStore(at.host, at.port, is_master=False, timeout=_STORE_TIMEOUT)
+        self._heartbeat = Heartbeat(beats, self.rank, lambda: self._status)
+        self._heartbeat.start()
         self.run_id = f"{at.port}"  # unique on a host while the run lasts
         self.store.set(f"host/{self.rank}", _host_name())
-        self._join_executor_world()
-        self.control: Group = self._gloo("global", tuple(range(topology.size)))
+        with self.waiting("joining the worlds"):
+            self._defaults = {place.name: self._executor_group(place) for place in self.places}
+            self._enter(self.place)
+            self.control: Group = self._gloo("global", tuple(range(topology.size)))
 
-    def _join_executor_world(self) -> None:
-        """Make the default group; sets the environment that external engines read their rank from."""
-        ranks = self.place.world_of(self.rank)
-        local = ranks.index(self.rank)
+    def _executor_group(self, place: ExecutorPlace) -> dist.ProcessGroup | None:
+        """Make one default group; torch refuses a second one beside it, so it is put away first."""
+        ranks = place.world_of(self.rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.group.WORLD = None
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"executor/{ranks[0]}", self.store),
-            rank=local,
+            store=dist.PrefixStore(f"executor/{place.name}/{ranks[0]}", self.store),
+            rank=ranks.index(self.rank),
             world_size=len(ranks),
             timeout=self._timeout,
         )
-        os.environ.update(RANK=str(local), WORLD_SIZE=str(len(ranks)))
+        return dist.group.WORLD
+
+    def _enter(self, place: ExecutorPlace) -> None:
+        """Set torch's default group, and the environment that engines read their rank from."""
+        ranks = place.world_of(self.rank)
+        local = str(ranks.index(self.rank))
+        dist.group.WORLD = self._defaults[place.name]
+        os.environ.update(RANK=local, WORLD_SIZE=str(len(ranks)))
         if not torch.cuda.is_available():
-            os.environ["LOCAL_RANK"] = str(local)
+            os.environ["LOCAL_RANK"] = local
+        self._inside = place
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Be in the world of executor ``name``, one of this rank's: its engine's calls belong here."""
+        before = self._inside
+        self._enter(self.topology.place(name))
+        try:
+            yield
+        finally:
+            self._enter(before)
 
     def _gloo(self, name: str, ranks: tuple[int, ...]) -> Group:
         store = dist.PrefixStore(f"group/{name}", self.store)
@@ -224,12 +233,26 @@ class World:
 
     def set_step(self, step: int) -> None:
         self._step = step
+        self._status = replace(self._status, step=step, since=time.time())
 
     def set_status(self, what: str) -> None:
-        """Say what this rank is doing from now on."""
+        """Say what this rank is doing from now on; to say it again is progress too."""
+        if what or not self._status.waiting:  # else an error leaves a span: keep what it waited for
+            self._say(what, waiting=False)
+
+    def _say(self, what: str, *, waiting: bool) -> None:
         self._last_what = what or self._last_what
-        status = Status(label=self.label, step=self._step, what=what, since=time.time())
-        self.store.set(f"status/{self.rank}", json.dumps(asdict(status)))
+        self._status = Status(
+            label=self.label, step=self._step, what=what, since=time.time(), waiting=waiting
+        )
+
+    @contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        """Say that this rank waits for a peer: whoever finds the job stuck looks elsewhere first."""
+        before = self._status
+        self._say(label, waiting=True)
+        yield
+        self._status = replace(before, since=time.time())
 
     def stop_requested(self) -> bool:
         """Whether someone asked this run to save and end."""
@@ -238,9 +261,38 @@ class World:
     def request_stop(self) -> None:
         self.store.set(STOP_KEY, "1")
 
-    def report_failure(self, error: BaseException) -> None:
-        """Leave word of this rank's end for whoever watches the job."""
-        waited = isinstance(error, ChannelError | ChannelTimeout)
+    def stop_on(self, *numbers: signal.Signals) -> None:
+        """Take the first of these signals as the wish to save and end; a second one ends at once."""
+
+        def on_signal(number: int, frame: object) -> None:
+            for each in numbers:
+                signal.signal(each, signal.SIG_DFL)
+            self.request_stop()
+
+        for number in numbers:
+            signal.signal(number, on_signal)
+
+    def arrive(self, tick: int) -> None:
+        """Say that this rank stands at the head of ``tick``; the trainer's first rank is heard."""
+        if self.rank == self.topology.place(TRAINER).heads[0]:
+            self.store.set(f"{_ARRIVED_KEY}/{tick}", "1")
+
+    def has_arrived(self, tick: int) -> bool:
+        """Whether the trainer stands at the head of ``tick``: a look that waits for nobody."""
+        return self.store.check([f"{_ARRIVED_KEY}/{tick}"])
+
+    def report_failure(self, error: BaseException, folder: Path | None = None) -> None:
+        """Leave word of this rank's end for whoever watches the job.
+
+        Where no launcher of ours does and this rank gives up on a peer, it writes what all ranks
+        were doing to ``failure.<label>.txt`` in ``folder``.
+        """
+        by_peer = (
+            isinstance(error, ChannelError | ChannelTimeout)
+            or self._status.waiting
+            or _is_closed(error)
+            or _is_expired(error)
+        )
         reason = _reason(error)
         message = f"{type(error).__name__}: {reason}"
         if not reason.startswith(
@@ -248,8 +300,17 @@ class World:
         ):  # only `wait` says itself who was doing what
             where = f"rank {self.rank} ({self.label}), tick {self._step}"
             message = f"{where}: {self._last_what}: {message}"
-        failure = Failure(time=time.time(), message=message, by_peer=waited or _is_closed(error))
-        self.store.set(f"{FAILURE_KEY}/{self.rank}", json.dumps(asdict(failure)))
+        self._heartbeat.publish()
+        failure = Failure(
+            time=time.time(),
+            message=message,
+            by_peer=by_peer,
+            by_user=isinstance(error, ConfigError | DataError),
+        )
+        write_failure(self.store, self.rank, failure)
+        if by_peer and folder is not None and not self.store.check([OBSERVER_KEY]):
+            labels = {rank: self.topology.label(rank) for rank in range(self.topology.size)}
+            write_account(folder / f"failure.{self.label}.txt", self.store, labels, message)
 
     def hosts(self) -> tuple[int, ...]:
         """Return a number of the host of each rank; all said theirs before they joined."""
@@ -268,10 +329,11 @@ class World:
             ChannelTimeout: not done within the world's timeout.
             ChannelError: the peer closed the connection.
         """
-        self.set_status(label)
-        self._wait(work, f"rank {self.rank} ({self.label}), tick {self._step}: {label}")
+        with self.waiting(label):
+            self._wait(work, f"rank {self.rank} ({self.label}), tick {self._step}: {label}")
 
     def leave(self) -> None:
         """Leave both worlds; may be called after a failure."""
+        self._heartbeat.stop()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -36,7 +36,7 @@ _Share = tuple[int, int, int]  # the other end's index, units low to high of the
 class Division:
     """Which source gives which target which units of a line that has one unit a source.
 
-    A target gets them all; a source gives as many as there are targets.
+    A target gets them all; sources give alike, unless they are targets too.
     """
 
     by_target: tuple[list[_Share], ...]
@@ -60,8 +60,22 @@ def divide(route: Route, seats: Sequence[Seat]) -> Division:
     """Divide the line's copies for all targets evenly over the sources.
 
     Where ``seats`` says those of all ranks, sources give to targets on their own host first, then
-    to those on their rail; the rest in plain order.
+    to those on their rail; the rest in plain order. A target that is a source gives itself all.
     """
+    whole = _divide(route, seats)
+    if set(route.sources).isdisjoint(route.targets):
+        return whole
+    number = {rank: index for index, rank in enumerate(route.sources)}
+    given = [
+        [(number[rank], len(number))]
+        if rank in number
+        else [(source, high - low) for source, low, high in shares]
+        for rank, shares in zip(route.targets, whole.by_target, strict=True)
+    ]
+    return Division.of(given, len(number))
+
+
+def _divide(route: Route, seats: Sequence[Seat]) -> Division:
     if not seats:
         return _in_order(len(route.sources), len(route.targets))
     sources, targets = ([seats[rank] for rank in ranks] for ranks in (route.sources, route.targets))

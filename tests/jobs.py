@@ -1,7 +1,8 @@
 """Whole jobs for tests: the command line in a subprocess, or all ranks under this test's eyes.
 
 `start_command` runs ``megarl`` as a person does. `run_job` builds every rank from `megarl.wiring`
-in processes of its own and looks at the executor with ``look`` before each tick and after the last.
+in processes of its own and looks at the executor (the rank's last) with ``look`` before each tick and
+after the last.
 """
 
 from __future__ import annotations
@@ -77,11 +78,17 @@ def _rank(rank: int, size: int, port: int, config: RunConfig, look: Look) -> lis
 
     from megarl import checkpoint
     from megarl.check import Command, topology_of
-    from megarl.controller import ExecutorController, stages, ticks
+    from megarl.controller import COLOCATED_STAGES, STAGES, ExecutorController, ticks
     from megarl.observe.metrics import MetricsLog
-    from megarl.observe.trace import Tracer
     from megarl.topology import REWARD
-    from megarl.wiring import Rank, make_channels, make_executor
+    from megarl.wiring import (
+        Rank,
+        close,
+        initialize,
+        make_channels,
+        make_executors,
+        make_tracers,
+    )
     from megarl.world import Rendezvous, World
 
     topology = topology_of(Command.TRAIN, config)
@@ -93,7 +100,7 @@ def _rank(rank: int, size: int, port: int, config: RunConfig, look: Look) -> lis
         config=config,
         topology=topology,
         world=world,
-        tracer=Tracer(world.place.name, rank),
+        tracers=make_tracers(world),
         start=checkpoint.find_start(config),
         began=time.monotonic(),
     )
@@ -101,17 +108,20 @@ def _rank(rank: int, size: int, port: int, config: RunConfig, look: Look) -> lis
     if world.place.name == REWARD:
         metrics = MetricsLog(config.folder, config.observe, config.name)
         metrics.truncate(parts.start.step)
-    executor = make_executor(parts, metrics.write if metrics else None)
-    executor.init()
-    channels = make_channels(parts, executor)
+    executors = make_executors(parts, metrics.write if metrics else None)
+    initialize(parts, executors)
+    channels = make_channels(parts, executors)
     seen: list[object] = []
-    all_ticks = ticks(config.mode, parts.start.step, config.max_steps)
-    ExecutorController(
-        executor, channels, stages(config.mode), all_ticks, lambda tick: seen.append(look(executor))
-    ).run()
-    seen.append(look(executor))
+    all_ticks = ticks(parts.start.step, config.max_steps)
+    order = COLOCATED_STAGES if config.is_colocated else STAGES
+
+    def on_step(tick: int) -> None:
+        seen.append(look(executors[-1]))
+
+    ExecutorController(executors, channels, order, all_ticks, on_step, world.inside).run()
+    seen.append(look(executors[-1]))
     world.barrier("end")
-    executor.close()
+    close(parts, executors)
     return seen
 
 

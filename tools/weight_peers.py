@@ -301,13 +301,11 @@ class GatherBroadcast(Scheme):
 
     def setup(self) -> None:
         self._buckets = buckets_of(self._case)
-        ranks = {unit.ranks: None for bucket in self._buckets for unit in bucket.units}
-        for members in ranks:
-            if len(members) > 1:
-                self._groups[members] = _group_of(self._rank, [members])
+        units = (unit for bucket in self._buckets for unit in bucket.units)
+        for members in dict.fromkeys(unit.ranks for unit in units if len(unit.ranks) > 1):
+            self._groups[members] = _group_of(self._rank, [members])
         self._connect()
-        largest = max(bucket.numel for bucket in self._buckets)
-        self._buffer = torch.empty(largest, dtype=DTYPE)
+        self._buffer = torch.empty(max(b.numel for b in self._buckets), dtype=DTYPE)
         self.sent_bytes = sum(map(self._bytes_of, self._buckets))
 
     def _connect(self) -> None:

@@ -39,6 +39,7 @@ class CollectiveChannel(CommunicationChannel):
         """Build the channel; every rank of the global world builds all channels in one order.
 
         Args:
+            executor: this rank's at one end of the edge, or any of its where it has none there
             index: position among the run's channels, unique; makes the tags.
         """
         self.name, self.outbound, self.inbound = edge.name, edge.outbound, edge.inbound
@@ -49,9 +50,9 @@ class CollectiveChannel(CommunicationChannel):
         self._target = world.topology.place(edge.inbound)
 
     def communicate(self) -> None:
-        if self._world.place.name == self.outbound:
+        if self._executor.name == self.outbound:
             self._send_all()
-        elif self._world.place.name == self.inbound:
+        elif self._executor.name == self.inbound:
             with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
                 messages = self._receive_all()
             if messages:

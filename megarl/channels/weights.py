@@ -6,6 +6,8 @@ bytes are separate spans, so that idle time and synchronisation time are never m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from megarl.channels.base import CommunicationChannel, CommunicationType
@@ -47,17 +49,27 @@ class WeightsSendChannel(CommunicationChannel):
 
 
 class WeightsReceiveChannel(CommunicationChannel):
-    """A generator's end."""
+    """A generator's end; the trainer's too on a rank that is both."""
 
     communication_type = CommunicationType.WEIGHTS
 
-    def __init__(self, name: str, sync: WeightSync, target: WeightTarget, tracer: Tracer):
-        self.name, self._sync, self._target, self._tracer = name, sync, target, tracer
+    def __init__(
+        self,
+        name: str,
+        sync: WeightSync,
+        target: WeightTarget,
+        tracer: Tracer,
+        inside: Callable[[], AbstractContextManager[None]],
+        source: WeightSource | None = None,
+    ):
+        """Take the generator, what leads into its world, and the trainer where it is here."""
+        self.name, self._sync, self._tracer = name, sync, tracer
+        self._target, self._inside, self._source = target, inside, source
 
     def communicate(self) -> None:
         with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
-            version = self._sync.handshake()
-        with self._tracer.span("update_weights", SpanKind.SYNC):
+            version = self._sync.handshake(self._source.version if self._source else None)
+        with self._tracer.span("update_weights", SpanKind.SYNC), self._inside():
             self._target.begin_update()
             self._sync.transfer(version)
             self._sync.require_clean()

@@ -153,7 +153,8 @@ class WeightSync:
     def handshake(self, version: int | None = None) -> int:
         """Compare digests with every peer before the first byte; return the version to transfer.
 
-        Senders give the version; a receiver takes it from them, who must all say the same.
+        Senders give the version; a receiver takes it from them, who must all say the same, the
+        receiver too where it is one of them.
 
         Raises:
             WeightSyncError: a peer has another plan, other manifests or other settings.
@@ -173,10 +174,11 @@ class WeightSync:
                         f"{what} digest of rank {self.rank} is {mine:015x}, of rank {peer} "
                         f"{other:015x} (rank {self.rank}: {self._framing})"
                     )
-        if version is not None:
-            return version
+        if not self._is_target:
+            return said
         trainers = self._plan.source.ranks
-        return self._agreed_version({p: int(v[0]) for p, v in answers.items() if p in trainers})
+        offered = {p: int(v[0]) for p, v in answers.items() if p in trainers}
+        return self._agreed_version(offered if version is None else {**offered, self.rank: version})
 
     def _agreed_version(self, versions: Mapping[int, int]) -> int:
         if len(set(versions.values())) != 1:

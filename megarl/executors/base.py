@@ -18,6 +18,7 @@ class Executor(ABC):
         init()                      builds the engine; the executor world exists
         each tick:  set_step(tick)
                     get_output / put_input    as the channels of the tick ask
+                    prepare()                 what others' work of the tick needs first
                     step()                    the work of the tick
                     save_checkpoint()
         close()
@@ -33,6 +34,9 @@ class Executor(ABC):
     @abstractmethod
     def set_step(self, step: int) -> None:
         """Begin tick ``step``."""
+
+    def prepare(self) -> None:  # noqa: B027 - most executors have nothing to prepare
+        """Make what a channel of this tick will ask for."""
 
     @abstractmethod
     def step(self) -> None:

@@ -92,24 +92,21 @@ class Policy:
 
     def save_due(self, *, stopping: bool) -> bool:
         """Whether this version must be saved: each save_freq-th, the last, and before a stop."""
-        freq = self._config.checkpoint.save_freq
-        due = self.version == self._config.max_steps or stopping
-        due = due or (freq > 0 and self.version % freq == 0)
-        return due and self.version != self._last_saved
+        return checkpoint.save_due(self._config, self.version, self._last_saved, stopping=stopping)
 
-    def save(self) -> None:
-        """Write a checkpoint of this version."""
-        folder = checkpoint.checkpoint_folder(self._config.folder, self.version)
+    def save(self, *, commit: bool) -> None:
+        """Write this version's part of a checkpoint; ``commit``: there is no other part."""
+        config = self._config
         if self._rank == 0:
-            checkpoint.begin(self._config.folder, self.version)
+            checkpoint.begin(config.folder, self.version)
         setup.barrier()
-        runtime_checkpoint.save(folder.with_suffix(".tmp") / "trainer", self.trainer)
+        folder = checkpoint.begun_folder(config.folder, self.version)
+        runtime_checkpoint.save(folder / "trainer", self.trainer)
         setup.barrier()
-        if self._rank == 0:
-            consumed = self.version * self._config.data.train_batch_size
-            state = RunState(step=self.version, consumed_prompts=consumed, seed=self._config.seed)
-            checkpoint.commit(self._config.folder, state)
-            logger.info("saved %s", folder)
+        if commit and self._rank == 0:
+            consumed = self.version * config.data.train_batch_size
+            state = RunState(step=self.version, consumed_prompts=consumed, seed=config.seed)
+            logger.info("saved %s", checkpoint.commit(config.folder, state))
         self._last_saved = self.version
 
     def export(self, link: ExportLink) -> None:

@@ -123,7 +123,7 @@ class SftExecutor(Executor):
     def save_checkpoint(self) -> None:
         if not self.policy.save_due(stopping=self.stopping):
             return
-        self.policy.save()
+        self.policy.save(commit=True)
         if self.policy.version == self._config.max_steps:
             self.policy.export(self._surroundings.link)
 

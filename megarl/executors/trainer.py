@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.losses import metrics_from_sums, policy_loss
 from megarl.checkpoint import StartPoint
-from megarl.config import Mode, RunConfig
+from megarl.config import RunConfig
 from megarl.contract import error_bounds, merge_errors, require_agreement, token_errors
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
@@ -70,16 +71,32 @@ def micro_batches(batch: TrainBatch) -> list[MicroBatch]:
     return result
 
 
+def sampled_by(batch: TrainBatch, version: int) -> TrainBatch:
+    """Return the batch with no loss but that of sequences which ``version`` alone sampled."""
+    others = ((batch.versions >= 0) & (batch.versions != version)).split(batch.lengths.tolist())
+    alone = torch.tensor([not bool(tokens.any()) for tokens in others], dtype=torch.float32)
+    return replace(batch, loss_mask=batch.loss_mask * alone.repeat_interleave(batch.lengths))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a trainer rank is given of the world."""
+
+    link: ExportLink
+    arrive: Callable[[int], None]  # say that this rank stands at the head of a tick
+
+
 class TrainerExecutor(Executor):
-    """One trainer rank; its executor-world rank and the group that exports are given."""
+    """One trainer rank; its executor-world rank is given."""
 
     name = TRAINER
 
     def __init__(
-        self, config: RunConfig, start: StartPoint, rank: int, link: ExportLink, tracer: Tracer
+        self, config: RunConfig, start: StartPoint, rank: int, around: Surroundings, tracer: Tracer
     ):
         self._config, self._start, self._rank = config, start, rank
-        self._link, self._tracer = link, tracer
+        self._around, self._tracer = around, tracer
+        self._tick = start.step
         self._metrics: dict[str, float] = {}
         self._batch: TrainBatch | None = None
         self._reference: MegatronModel | None = None
@@ -96,7 +113,7 @@ class TrainerExecutor(Executor):
         return self.policy.version
 
     def set_step(self, step: int) -> None:
-        self._batch = None
+        self._tick, self._batch = step, None
 
     def get_output(self, channel: str) -> Sequence[Message]:
         metrics, self._metrics = self._metrics, {}
@@ -115,12 +132,18 @@ class TrainerExecutor(Executor):
         return self.policy.model.parameters()
 
     def step(self) -> None:
-        """Train on the tick's batch; without one (the pipeline fills or drains) do nothing."""
-        if self._batch is None or not len(self._batch.lengths):
+        """Train on the tick's batch, where there is one, and save; then end the tick for all."""
+        if self._batch is not None and len(self._batch.lengths):
+            self._train(self._batch)
+        else:
             self._tracer.drain()
-            return
-        self._require_fresh(self._batch)
-        parts = micro_batches(self._batch)
+        if self.policy.save_due(stopping=self.stopping):
+            self._save()
+        self._around.arrive(self._tick + 1)
+
+    def _train(self, batch: TrainBatch) -> None:
+        self._require_fresh(batch)
+        parts = micro_batches(batch)
         if not self._agreed:
             self.check_agreement()
         temperature = self._config.rollout.temperature
@@ -139,17 +162,16 @@ class TrainerExecutor(Executor):
     def check_agreement(self) -> None:
         """Compare with the generators' log-probabilities of the first batch; report metrics.
 
-        One forward pass; every trainer rank enters, and all of them raise alike.
+        One forward pass; every trainer rank enters, and all of them raise alike. A resumed run's
+        first batch has samples of older versions, which are left out.
 
         Raises:
             ContractError: the difference is above the bounds; names the worst token.
-            ChannelError: no batch, or one that another version sampled.
+            ChannelError: no batch.
         """
-        batch = self._batch
-        if batch is None or not bool(
-            ((batch.versions == self.version) | (batch.loss_mask == 0)).all()
-        ):
+        if self._batch is None:
             raise ChannelError(f"no first batch sampled by version {self.version} to compare with")
+        batch = sampled_by(self._batch, self.version)
         layout = self._config.trainer.layout
         with self._tracer.span("contract"):
             logprobs = self.policy.model.logprobs(
@@ -173,7 +195,7 @@ class TrainerExecutor(Executor):
 
     def _require_fresh(self, batch: TrainBatch) -> None:
         """Assert the staleness bound where tokens are consumed."""
-        bound = 0 if self._config.mode is Mode.SYNC else 1
+        bound = self._config.staleness_bound
         sampled = batch.versions[batch.loss_mask > 0]
         if len(sampled) and not self.version - bound <= int(sampled.min()) <= self.version:
             raise ChannelError(
@@ -233,15 +255,15 @@ class TrainerExecutor(Executor):
             "perf/peak_memory_gib": peak_memory_gib(),
         }
 
-    def save_checkpoint(self) -> None:
-        """Save and, after the last step, export as Hugging Face folder."""
-        if not self.policy.save_due(stopping=self.stopping):
-            return
+    def _save(self) -> None:
+        """Write the trainer's part of a checkpoint, which the reward executor makes complete, and,
+        after the last step, the model as a Hugging Face folder.
+        """
         with self._tracer.span("save_checkpoint"):
-            self.policy.save()
+            self.policy.save(commit=False)
         if self.version == self._config.max_steps and self._config.checkpoint.export_hf:
             with self._tracer.span("export_hf"):
-                self.policy.export(self._link)
+                self.policy.export(self._around.link)
 
     def close(self) -> None:
         setup.destroy()

@@ -106,8 +106,13 @@ class RewardPool:
         pool.close()
     """
 
-    def __init__(self, path: str, num_processes: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, path: str, num_processes: int, timeout_seconds: float, give_up_after: int = 1
+    ) -> None:
         """Start the processes; they import the function while the caller goes on.
+
+        Args:
+            give_up_after: failures one after another that mean the function does not work.
 
         Raises:
             ConfigError: `path` does not name a usable function; no process was started.
@@ -121,6 +126,8 @@ class RewardPool:
         self._path = path
         self._timeout_seconds = timeout_seconds
         self._chunk_size = 1
+        self._give_up_after = give_up_after
+        self._failures = 0  # one after another, until now
         self._error_logged = False
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
@@ -131,7 +138,8 @@ class RewardPool:
         """Score every item; waits for the processes, at most `timeout_seconds` an item.
 
         Raises:
-            RewardError: the function failed on every item, or its processes do not start.
+            RewardError: the function failed ``give_up_after`` times and more, never scoring an item
+                in between, or its processes do not start.
         """
         if not self._workers:
             raise RewardError(f"reward pool of {self._path} is closed")
@@ -295,9 +303,11 @@ class RewardPool:
 
     def _result(self, batch: _Batch) -> RewardResult:
         failed = batch.errors + batch.crashes
-        if batch.items and failed == len(batch.items):
+        self._failures = self._failures + failed if failed == len(batch.items) else 0
+        if self._failures >= self._give_up_after:
             raise RewardError(
-                f"reward function {self._path} failed on all {failed} items; it {batch.first_error}"
+                f"reward function {self._path} failed on all of {self._failures} items; it "
+                f"{batch.first_error}"
             )
         metrics = {f"reward/{key}": sum(v) / len(v) for key, v in sorted(batch.extras.items())}
         metrics |= {

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import math
 import os
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.config import PartialKv
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.rollout.engine import Engine, Sample, SampleRequest
 from megatron_bridge.parallel import Quantization
@@ -51,6 +50,7 @@ class EngineSettings:
     quantization: Quantization = Quantization.NONE  # of the weights of linear layers
     ep: bool = False  # ranks divide the number of experts, not each expert
     load_weights: bool = False  # True: read them from model_path; False: wait for a commit
+    partial_kv: PartialKv = PartialKv.RECOMPUTE  # of requests that are unfinished at a commit
 
     def __post_init__(self) -> None:
         if self.ep and not torch.cuda.is_available():
@@ -73,8 +73,9 @@ class _State(Enum):
 @dataclass(slots=True, kw_only=True)
 class _Partial:
     request: SampleRequest
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
 
 
 class VllmEngine(Engine):
@@ -96,18 +97,21 @@ class VllmEngine(Engine):
             drop_message_queue,
             keep_cpu_weights_live,
             keep_default_group,
+            own_random_state,
         )
 
         self._job, self._on_gpu = settings.job, on_gpu
         self._partials: dict[str, _Partial] = {}
         self._seeds: dict[str, int] = {}
-        self._version = 0
+        self._version = self._commits = self._recomputed_tokens = 0
+        self._keep_kv = settings.partial_kv is PartialKv.KEEP
         keep_default_group()
         if not on_gpu:
             keep_cpu_weights_live()
-        with _own_random_state():
+        with own_random_state():
             self._llm = _build(settings, on_gpu)
-        self._core = self._llm.engine_core
+        self._core: Any = self._llm.engine_core
+        self._scheduled: dict[str, Any] = self._core.engine_core.scheduler.requests
         runner = self._llm.model_executor.driver_worker.worker.model_runner
         self._model: torch.nn.Module = runner.model
         # Latent attention multiplies by matrices made of its kv_b_proj, anew at each commit.
@@ -125,9 +129,11 @@ class VllmEngine(Engine):
 
     def parameters(self) -> dict[str, Tensor]:
         self._require_open()
+        from megarl.rollout.vllm_worker import as_matrix
+
         derived = {f"{name}.{part}" for name, _ in self._latent for part in _LATENT_PARTS}
         return {
-            name: _matrix(weight.data)
+            name: as_matrix(weight.data)
             for name, weight in self._model.named_parameters()
             if name not in derived
         }
@@ -144,30 +150,55 @@ class VllmEngine(Engine):
 
     def commit(self, version: int) -> None:
         self._require_open()
-        if self._partials:
-            raise WeightSyncError(
-                f"{self._job}: cannot commit version {version}: {len(self._partials)} requests are unfinished "
-                f"under version {self._version}; let them end or abort them first"
-            )
-        if not self._core.reset_prefix_cache():
-            raise WeightSyncError(
-                f"{self._job}: cannot commit version {version}: vLLM's prefix cache is in use and was not reset"
-            )
         for _, attention in self._latent:
             attention.process_weights_after_loading(self._llm.model_config.dtype)
-        self._core.reset_mm_cache()
-        self._core.reset_encoder_cache()
+        self._commits += 1
+        if self._keep_kv:
+            self._leave_blocks(version)
+        else:
+            self._recomputed_tokens += sum(
+                request.num_computed_tokens for request in self._scheduled.values()
+            )
+            self._reset_blocks(version)
         self._version = version
         self._state = _State.COMMITTED
+
+    def _leave_blocks(self, version: int) -> None:
+        """Keep the KV of running requests from all others: a request meets only blocks of its salt.
+
+        Requests that hold none yet start anew, under the new salt.
+        """
+        waiting = [name for name, held in self._scheduled.items() if not held.num_computed_tokens]
+        self._core.abort_requests(waiting)
+        if len(waiting) == len(self._partials):
+            self._reset_blocks(version)
+        for name in waiting:
+            self._queue(name)
+
+    def _reset_blocks(self, version: int) -> None:
+        """Empty the prefix cache; what still runs is preempted and prefilled again."""
+        if not self._core.reset_prefix_cache(reset_running_requests=True):
+            raise WeightSyncError(
+                f"{self._job}: cannot commit version {version}: vLLM's prefix cache was not reset"
+            )
 
     def add(self, requests: Sequence[SampleRequest]) -> None:
         self._require_committed("add requests")
         for request in requests:
             self._check(request)
             name = str(request.request_id)
-            self._partials[name] = _Partial(request=request)
+            self._partials[name] = _Partial(
+                request=request,
+                tokens=list(request.generated),
+                logprobs=list(request.logprobs),
+                versions=list(request.versions),
+            )
             self._seeds[name] = request.seed % 2**64
-            self._core.add_request(_core_request(name, request, with_seed=self._on_gpu))
+            self._queue(name)
+
+    def _queue(self, name: str) -> None:
+        salt = str(self._commits) if self._keep_kv else None
+        self._core.add_request(_core_request(name, self._partials[name], salt, self._on_gpu))
 
     def step(self) -> list[Sample]:
         self._require_committed("sample")
@@ -178,14 +209,26 @@ class VllmEngine(Engine):
                 samples.append(sample)
         return samples
 
-    def has_unfinished(self) -> bool:
-        return bool(self._partials)
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._partials)
 
-    def abort_all(self) -> None:
+    @property
+    def recomputed_tokens(self) -> int:
+        return self._recomputed_tokens
+
+    def unfinished(self) -> list[Sample]:
+        partials = sorted(self._partials.values(), key=lambda partial: partial.request.request_id)
+        return [self._sample(partial, finished=False) for partial in partials]
+
+    def abort(self, request_ids: Sequence[int]) -> None:
         self._require_open()
-        self._core.abort_requests(list(self._partials))
-        self._partials.clear()
-        self._seeds.clear()
+        names = [str(request_id) for request_id in request_ids]
+        if unknown := [name for name in names if name not in self._partials]:
+            raise ValueError(f"{self._job}: no unfinished request has the ids {unknown}")
+        self._core.abort_requests(names)
+        for name in set(names):
+            del self._partials[name], self._seeds[name]
 
     def close(self) -> None:
         if self._state is _State.CLOSED:
@@ -193,7 +236,7 @@ class VllmEngine(Engine):
         self._state = _State.CLOSED
         self._partials.clear()
         self._core.shutdown()
-        del self._llm, self._core, self._model, self._latent
+        del self._llm, self._core, self._scheduled, self._model, self._latent
 
     def _require_open(self) -> None:
         if self._state is _State.CLOSED:
@@ -211,8 +254,9 @@ class VllmEngine(Engine):
         where = f"request {request.request_id}"
         if str(request.request_id) in self._partials:
             raise ValueError(f"{where} is not finished yet, expected an unused request_id")
-        if min(request.prompt) < 0 or max(request.prompt) >= self._vocab_size:
-            raise ValueError(f"{where}: prompt tokens must lie in 0..{self._vocab_size - 1}")
+        tokens = request.prompt + request.generated
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            raise ValueError(f"{where}: tokens must lie in 0..{self._vocab_size - 1}")
         num_tokens = len(request.prompt) + request.max_tokens
         if num_tokens > self._max_model_len:
             raise ValueError(
@@ -224,6 +268,7 @@ class VllmEngine(Engine):
         """Collect one request's new tokens; return its sample where it ended."""
         partial = self._partials[output.request_id]
         partial.tokens += output.new_token_ids
+        partial.versions += [self._version] * len(output.new_token_ids)
         if output.new_logprobs is not None:
             partial.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         if output.finish_reason is None:
@@ -234,28 +279,24 @@ class VllmEngine(Engine):
             raise RuntimeError(
                 f"{self._job}: vLLM ended request {output.request_id}: {output.finish_reason}"
             )
+        sample = self._sample(partial, finished=output.finish_reason is FinishReason.STOP)
+        del self._partials[output.request_id], self._seeds[output.request_id]
+        return sample
+
+    def _sample(self, partial: _Partial, finished: bool) -> Sample:
+        request_id = partial.request.request_id
         if not math.isfinite(sum(partial.logprobs)):
             raise WeightSyncError(
-                f"{self._job}: a log-probability of request {output.request_id} under version {self._version} "
-                "is not finite; the weights are damaged"
+                f"{self._job}: a log-probability of request {request_id} is not finite "
+                f"at version {self._version}; the weights are damaged"
             )
-        del self._partials[output.request_id], self._seeds[output.request_id]
         return Sample(
-            request_id=partial.request.request_id,
+            request_id=request_id,
             tokens=tuple(partial.tokens),
             logprobs=tuple(partial.logprobs),
-            finished=output.finish_reason is FinishReason.STOP,
-            version=self._version,
+            versions=tuple(partial.versions),
+            finished=finished,
         )
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    """Return a weight as layouts describe it: a stack of matrices as one, [out, in], not a scalar."""
-    if weight.dim() == 2 and not weight.is_contiguous():
-        return weight.t()  # per-tensor FP8 is kept as a transposed view
-    if weight.dim() == 0:
-        return weight.view(1)
-    return weight.view(-1, weight.shape[-1]) if weight.dim() > 2 else weight
 
 
 def _check_world(settings: EngineSettings) -> None:
@@ -286,20 +327,6 @@ def _set_environment(on_gpu: bool) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # `auto` fails for tp 2 on one NUMA node
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_bytes
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Undo what building vLLM does to the process: global seeds, a dead `set_num_threads`."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    set_num_threads = torch.set_num_threads
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
@@ -338,25 +365,34 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
     return LLMEngine.from_engine_args(arguments)
 
 
-def _core_request(name: str, request: SampleRequest, with_seed: bool) -> EngineCoreRequest:
+def _core_request(
+    name: str, partial: _Partial, cache_salt: str | None, on_gpu: bool
+) -> EngineCoreRequest:
+    """Return what vLLM is to go on with: tokens sampled so far belong to its prompt.
+
+    On CPUs the noise is that of `StatelessSampler`, a function of the position. On GPUs vLLM draws
+    it from the seed on, so that a continuation needs a seed of its own to not repeat the noise.
+    """
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
+    request = partial.request
+    seed = zlib.crc32(f"{request.seed}/{len(partial.tokens)}".encode())
     return EngineCoreRequest(
         request_id=name,
-        prompt_token_ids=list(request.prompt),
+        prompt_token_ids=[*request.prompt, *partial.tokens],
         mm_features=None,
         sampling_params=SamplingParams(
             temperature=request.temperature,
-            max_tokens=request.max_tokens,
+            max_tokens=request.max_tokens - len(partial.tokens),
             stop_token_ids=[request.eos_token_id],
-            seed=request.seed if with_seed else None,
+            seed=seed if on_gpu else None,
             logprobs=0,  # of the sampled token only
             detokenize=False,
         ),
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
-        cache_salt=None,
+        cache_salt=cache_salt,
         data_parallel_rank=None,
     )

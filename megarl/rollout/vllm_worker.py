@@ -1,11 +1,14 @@
 """What megarl changes inside vLLM's worker: live CPU weights, stateless seeds, a clean end.
 
-`megarl.rollout.vllm_engine` uses each once while it builds an engine; it imports this file late,
+`megarl.rollout.vllm_engine` uses it, mostly while it builds an engine, and imports it late,
 since importing it imports vLLM. On GPUs only what concerns process groups is used.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,6 +111,15 @@ def transformed_layers(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
+def as_matrix(weight: Tensor) -> Tensor:
+    """Return a weight as layouts describe it: a stack of matrices as one, [out, in], not a scalar."""
+    if weight.dim() == 2 and not weight.is_contiguous():
+        return weight.t()  # per-tensor FP8 is kept as a transposed view
+    if weight.dim() == 0:
+        return weight.view(1)
+    return weight.view(-1, weight.shape[-1]) if weight.dim() > 2 else weight
+
+
 def _destroy_own_groups() -> None:
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
@@ -137,6 +149,20 @@ class GlooExecutor(ExecutorWithExternalLauncher):
 def drop_message_queue() -> None:
     """Free the shared memory that vLLM makes for driver processes, which megarl has not."""
     parallel_state.get_tp_group().mq_broadcaster = None
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """Undo what building vLLM does to the process: global seeds, a dead `set_num_threads`."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 class StatelessSampler:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from megarl.channels.collective import BroadcastChannel, Edge, GatherChannel, Sc
 from megarl.errors import ChannelError, ChannelTimeout
 from megarl.executors.base import Executor
 from megarl.observe.trace import Tracer
+from megarl.progress import read_progress
 from megarl.topology import GENERATOR, REWARD, TRAINER, Topology, rl_topology
 from megarl.types import Control, Message, MetricValues
-from megarl.world import Rendezvous, World, read_status
+from megarl.world import Rendezvous, World
 from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
 from tests.processes import run_ranks
 
@@ -99,7 +101,7 @@ def test_messages_reach_exactly_the_ranks_that_their_channel_names() -> None:
     ]
 
 
-def _wait_for_a_silent_peer(rank: int, size: int, port: int, leaves: bool) -> str:
+def _wait_for_a_silent_peer(rank: int, size: int, port: int, leaves: bool, folder: Path) -> str:
     world = _world(rank, port, rl_topology(TrainerLayout(), GeneratorLayout()), timeout=3.0)
     world.set_step(4)
     if rank:
@@ -111,18 +113,32 @@ def _wait_for_a_silent_peer(rank: int, size: int, port: int, leaves: bool) -> st
     try:
         GatherChannel(edge, 0, world, executor, tracer).communicate()
     except (ChannelTimeout, ChannelError) as error:
-        status = read_status(world.store, 0)
-        assert status is not None
-        return f"{type(error).__name__}: {error} | {status.what}"
+        world.report_failure(error, folder)
+        progress = read_progress(world.store, 0)
+        assert progress is not None
+        return f"{type(error).__name__}: {error} | {progress.status.what}"
     finally:
         world.store.set("done", "1")
     return "no error"
 
 
 @pytest.mark.parametrize(("leaves", "kind"), [(False, "ChannelTimeout"), (True, "ChannelError")])
-def test_a_peer_that_never_sends_or_is_gone_is_named(leaves: bool, kind: str) -> None:
+def test_a_peer_that_never_sends_or_is_gone_is_named(
+    leaves: bool, kind: str, tmp_path: Path
+) -> None:
     store = _store()
-    said = run_ranks(_wait_for_a_silent_peer, 3, store.port, leaves, default_group=False)[0]
+    said = run_ranks(_wait_for_a_silent_peer, 3, store.port, leaves, tmp_path, default_group=False)[
+        0
+    ]
     assert said.startswith(kind), said
     for word in ("rank 0 (trainer.0)", "tick 4", "channel 'batch'", "rank 2 (reward.0)"):
         assert word in said
+    # No launcher of ours watches: the rank that gave up wrote down what all were doing.
+    lines = (tmp_path / "failure.trainer.0.txt").read_text().splitlines()
+    assert "channel 'batch'" in lines[1]
+    assert [line.split(":")[0] for line in lines[3:]] == [
+        "  rank 0 (trainer.0)",
+        "  rank 1 (generator.0)",
+        "  rank 2 (reward.0)",
+    ]
+    assert ["NO HEARTBEAT" in line for line in lines[3:]] == [False, False, leaves]

@@ -152,7 +152,7 @@ def _sample(engine: VllmEngine) -> Samples:
         ]
     )
     samples = []
-    while engine.has_unfinished():
+    while engine.num_unfinished:
         samples += engine.step()
     samples.sort(key=lambda sample: sample.request_id)
     pairs = zip(PROMPTS, samples, strict=True)

@@ -241,7 +241,7 @@ def _sample(engine: VllmEngine) -> list[tuple[tuple[int, ...], tuple[int, ...], 
         ]
     )
     samples = []
-    while engine.has_unfinished():
+    while engine.num_unfinished:
         samples += engine.step()
     samples.sort(key=lambda sample: sample.request_id)
     return [

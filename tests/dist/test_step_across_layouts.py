@@ -114,9 +114,8 @@ def _link(meeting: _Meeting, config: RunConfig, params: dict, layout: TrainerLay
 
 def _train(meeting: _Meeting, folder: str) -> dict[str, object]:
     from megarl.executors.policy import ExportLink
-    from megarl.executors.reward import Scored, split_batch
-    from megarl.executors.trainer import TrainerExecutor
-    from megarl.rewards.pool import RewardResult
+    from megarl.executors.trainer import Surroundings, TrainerExecutor
+    from megarl.rollout.batch import Scored, split_batch
 
     results: dict[str, object] = {}
     for name in LAYOUTS:
@@ -129,15 +128,16 @@ def _train(meeting: _Meeting, folder: str) -> dict[str, object]:
         link = ExportLink(
             group=meeting.group(f"export/{name}", ranks) if len(ranks) > 1 else None, wait=WAIT
         )
-        trainer = TrainerExecutor(config, StartPoint(), meeting.rank, link, Tracer("trainer", 0))
+        around = Surroundings(link=link, arrive=lambda tick: None)
+        trainer = TrainerExecutor(config, StartPoint(), meeting.rank, around, Tracer("trainer", 0))
         trainer.init()
         meeting.await_("rollouts")
         rollouts = torch.load(f"{folder}/rollouts.pt", weights_only=False)
         # Rewards that differ within a group: a model that knows nothing earns none by itself.
         rewards = (rollouts.lengths % 3).double() / 2
-        nothing = RewardResult(scores=[], metrics={}, timeouts=0, errors=0, crashes=0)
-        scored = Scored(rollouts=rollouts, responses=[], rewards=rewards, result=nothing)
-        part = split_batch(scored, config)[layout.coordinate(meeting.rank).dp]
+        part = split_batch(Scored(rollouts=rollouts, rewards=rewards), config)[
+            layout.coordinate(meeting.rank).dp
+        ]
         trainer.put_input("batch", [part])
         trainer.step()
         sync = _link(meeting, config, dict(trainer.get_model()), layout)
@@ -154,7 +154,9 @@ def _train(meeting: _Meeting, folder: str) -> dict[str, object]:
 
 def _generate(meeting: _Meeting, folder: str) -> dict[str, object]:
     from megarl.data.prompts import Prompt
-    from megarl.executors.generator import sample_all, sampling_seed, to_rollouts
+    from megarl.rollout.batch import to_rollouts
+    from megarl.rollout.engine import sample_all
+    from megarl.rollout.tasks import sampling_seed
     from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
 
     replica = next(replica for replica in REPLICAS if meeting.rank in replica)
@@ -194,9 +196,9 @@ def _generate(meeting: _Meeting, folder: str) -> dict[str, object]:
             )
             for i in range(NUM_PROMPTS * SAMPLES)
         ]
-        torch.save(
-            to_rollouts(prompts, sample_all(engine, requests), SAMPLES), f"{folder}/rollouts.pt"
-        )
+        samples = sample_all(engine, requests)
+        rows = [(prompts[i // SAMPLES], i % SAMPLES, sample) for i, sample in enumerate(samples)]
+        torch.save(to_rollouts(rows), f"{folder}/rollouts.pt")
         meeting.announce("rollouts")
     received: dict[str, dict[str, torch.Tensor]] = {}
     params = engine.parameters()

@@ -110,9 +110,15 @@ def _limits(engine: VllmEngine, seen: dict[str, Any]) -> None:
     seen["limited"] = list(run(engine, requests).values())
     engine.add(make_requests([[2]]))
     seen["used id"] = refusal(lambda: engine.add(make_requests([[2]])))
-    engine.abort_all()
+    seen["unknown id"] = refusal(lambda: engine.abort([0, 7]))
+    seen["unfinished after a refused abort"] = engine.num_unfinished
+    engine.abort([0])
+    seen["unfinished after abort"] = engine.num_unfinished
     seen["long"] = refusal(lambda: engine.add(make_requests([[2] * 500], max_tokens=13)))
     seen["foreign token"] = refusal(lambda: engine.add(make_requests([[VOCAB]])))
+    seen["foreign generated"] = refusal(
+        lambda: engine.add(make_requests([[2]], generated=(-1,), logprobs=(-1.0,), versions=(0,)))
+    )
 
 
 def _updates(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
@@ -127,14 +133,9 @@ def _updates(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
     engine.commit(2)
     after = run(engine, long)
     seen["committed error"] = largest_error(model, long, after)
-    seen["committed version"] = after[0].version
+    seen["committed versions"] = after[0].versions
 
     short = make_requests(make_prompts(8, 9, seed=5))
-    engine.add(short)
-    engine.step()
-    seen["commit while running"] = refusal(lambda: engine.commit(3))
-    engine.abort_all()
-    seen["unfinished after abort"] = engine.has_unfinished()
     engine.poison()
     engine.parameters()["model.embed_tokens.weight"].mul_(1.5)  # tied: the head too
     with torch.no_grad():
@@ -146,7 +147,7 @@ def _updates(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
     engine.parameters()["model.norm.weight"].fill_(float("nan"))
     engine.commit(4)
     seen["nan"] = refusal(lambda: run(engine, short))
-    engine.abort_all()
+    seen["nan so far"] = refusal(engine.unfinished)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +203,7 @@ def test_requests_that_cannot_be_honoured_are_refused(seen: dict[str, Any]) -> N
     assert "request 0 is not finished" in seen["used id"]
     assert "exceed max_model_len 512" in seen["long"]
     assert "0..31" in seen["foreign token"]
+    assert "0..31" in seen["foreign generated"]
 
 
 def test_weights_written_in_place_take_effect_and_commit_drops_stale_prefixes(
@@ -210,17 +212,19 @@ def test_weights_written_in_place_take_effect_and_commit_drops_stale_prefixes(
     assert seen["fresh error"] < 1e-4
     assert seen["stale error"] > 1e-2  # without a commit the prefix cache of old weights is used
     assert seen["committed error"] < 1e-4
-    assert seen["committed version"] == 2
+    assert set(seen["committed versions"]) == {2}
     assert seen["tied error"] < 1e-4
 
 
-def test_commit_refuses_while_requests_run_and_works_after_an_abort(seen: dict[str, Any]) -> None:
-    assert seen["commit while running"].startswith("WeightSyncError")
-    assert seen["unfinished after abort"] is False
+def test_an_abort_of_an_unknown_id_drops_nothing(seen: dict[str, Any]) -> None:
+    assert "['7']" in seen["unknown id"]
+    assert seen["unfinished after a refused abort"] == 1
+    assert seen["unfinished after abort"] == 0
 
 
 def test_damaged_weights_are_an_error_and_not_a_sample(seen: dict[str, Any]) -> None:
     assert seen["nan"].startswith("WeightSyncError")
+    assert seen["nan so far"].startswith("WeightSyncError")
 
 
 def test_the_process_is_left_as_it_was(seen: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ def make_prompts(count: int, length: int, seed: int) -> list[list[int]]:
 def run(engine: VllmEngine, requests: Sequence[SampleRequest]) -> dict[int, Sample]:
     engine.add(requests)
     samples: dict[int, Sample] = {}
-    while engine.has_unfinished():
+    while engine.num_unfinished:
         samples |= {sample.request_id: sample for sample in engine.step()}
     return samples
 

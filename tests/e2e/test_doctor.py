@@ -68,9 +68,8 @@ def _change_epsilon(folder: Path) -> None:
 def _rank(rank: int, size: int, port: int, config: RunConfig, trainer_model: str) -> None:
     """Be one rank of ``megarl train`` whose trainer reads its model from another folder."""
     from megarl.checkpoint import StartPoint
-    from megarl.observe.trace import Tracer
     from megarl.train import run_training
-    from megarl.wiring import Rank
+    from megarl.wiring import Rank, make_tracers
     from megarl.world import Rendezvous, World
 
     topology = topology_of(Command.TRAIN, config)
@@ -85,7 +84,7 @@ def _rank(rank: int, size: int, port: int, config: RunConfig, trainer_model: str
             config=config,
             topology=topology,
             world=world,
-            tracer=Tracer(world.place.name, rank),
+            tracers=make_tracers(world),
             start=StartPoint(),
             began=time.monotonic(),
         )

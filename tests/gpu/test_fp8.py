@@ -166,7 +166,7 @@ def _sample(rank: int, size: int, folder: str, weights: dict[str, Tensor] | None
     )
     engine.add([request])
     samples = []
-    while engine.has_unfinished():
+    while engine.num_unfinished:
         samples += engine.step()
     engine.close()
     return [samples[0].tokens, samples[0].logprobs]

@@ -147,10 +147,10 @@ def _sample(rank: int, size: int, folder: str) -> dict[str, object]:
         ]
     )
     samples = []
-    while engine.has_unfinished():
+    while engine.num_unfinished:
         samples += engine.step()
     engine.close()
-    return {"prompt": prompt, "samples": [(s.tokens, s.logprobs, s.version) for s in samples]}
+    return {"prompt": prompt, "samples": [(s.tokens, s.logprobs, s.versions) for s in samples]}
 
 
 def test_vllm_samples_from_weights_written_in_place(tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_vllm_samples_from_weights_written_in_place(tmp_path: Path) -> None:
     result = run_ranks(_sample, 1, folder)[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = result["prompt"]
-    for tokens, logprobs, version in result["samples"]:
-        assert version == 3
+    for tokens, logprobs, versions in result["samples"]:
+        assert versions == (3,) * len(tokens)
         whole = torch.tensor([*prompt, *tokens])
         expected = model(whole[None]).logits[0, :-1].log_softmax(-1)
         expected = expected.gather(1, whole[1:, None])[len(prompt) - 1 :, 0].detach()

@@ -81,6 +81,19 @@ def test_a_bad_value_is_refused_with_its_key(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_colocated_executors_take_turns_and_have_the_same_ranks(tmp_path: Path) -> None:
+    path = _write(tmp_path, "placement: colocated\ntrainer: {layout: {tp: 2, dp: 2}}\n")
+    with pytest.raises(ConfigError, match=r"mode must be sync .* got 'async'"):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"generator\.layout must be .* 4 ranks.* got 1$"):
+        load_config(path, ("mode=sync",))
+    layout = ("generator.layout.tp=2", "generator.layout.replicas=2")
+    config = load_config(path, ("max_staleness=0", *layout))
+    assert (config.first_generator_rank, config.num_engine_ranks) == (0, 4)
+    separate = load_config(path, ("placement=separate", *layout))
+    assert (separate.first_generator_rank, separate.num_engine_ranks) == (4, 8)
+
+
 def test_leave_one_out_needs_two_samples(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.n"):
         load_config(_write(tmp_path), ("algorithm.adv_estimator=leave_one_out", "rollout.n=1"))

@@ -1,18 +1,19 @@
-"""The loop on fakes: who talks and steps when, in both modes."""
+"""The loop on fakes: who talks and steps when, with executors apart and colocated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
 from megarl.channels.base import CommunicationChannel, CommunicationType
-from megarl.config import Mode
 from megarl.controller import (
     BATCH,
-    ROLLOUTS,
+    COLOCATED_STAGES,
+    STAGES,
     TRAINER_METRICS,
     WEIGHTS,
     ExecutorController,
-    stages,
+    Stage,
     ticks,
 )
 from megarl.executors.base import Executor
@@ -28,6 +29,9 @@ class _FakeExecutor(Executor):
     def set_step(self, step: int) -> None:
         self._events.append(f"tick {step}")
         self.stopping = step == self._stop_at
+
+    def prepare(self) -> None:
+        self._events.append("prepare")
 
     def step(self) -> None:
         self._events.append("step")
@@ -51,46 +55,62 @@ class _FakeChannel(CommunicationChannel):
         self._events.append(self.name)
 
 
-def _run(mode: Mode, name: str, all_ticks: range, stop_at: int = -1) -> list[str]:
+def _run(
+    order: Sequence[Stage], *names: str, all_ticks: range = range(1), stop_at: int = -1
+) -> list[str]:
+    """Return what happens on a rank that holds the executors ``names``, in its order."""
     events: list[str] = []
-    order = stages(mode)
+
+    @contextmanager
+    def inside(name: str) -> Iterator[None]:
+        events.append(f"in {name}")
+        yield
+
     channels = {s.channel: _FakeChannel(s.channel, events) for s in order if s.channel}
-    executor = _FakeExecutor(name, events, stop_at)
-    ExecutorController(executor, channels, order, all_ticks, lambda tick: None).run()
+    executors = [_FakeExecutor(name, events, stop_at) for name in names]
+    ExecutorController(executors, channels, order, all_ticks, lambda tick: None, inside).run()
     return events
 
 
-def test_async_exchanges_everything_before_anyone_steps() -> None:
-    for name in ("trainer", "generator", "reward"):
-        events = _run(Mode.ASYNC, name, range(1))
-        assert events.index(WEIGHTS) < events.index(ROLLOUTS) < events.index(BATCH)
-        assert events[-2:] == ["step", "save"]
+@pytest.mark.parametrize("name", ["trainer", "generator", "reward"])
+def test_executors_work_at_the_same_time_once_weights_and_batch_have_come(name: str) -> None:
+    events = _run(STAGES, name)
+    assert events.index(WEIGHTS) < events.index(BATCH) < events.index("step")
+    assert events.index("step") < events.index("save") == len(events) - 1
+    # Only who makes the batch has work before it, and under the new weights.
+    prepares = "prepare" in events
+    assert prepares == (name == "reward")
+    assert not prepares or events.index(WEIGHTS) < events.index("prepare") < events.index(BATCH)
 
 
-def test_sync_lets_the_generator_step_between_weights_and_rollouts() -> None:
-    generator = _run(Mode.SYNC, "generator", range(1))
-    assert generator.index(WEIGHTS) < generator.index("step") < generator.index(ROLLOUTS)
-    trainer = _run(Mode.SYNC, "trainer", range(1))
-    assert trainer.index(BATCH) < trainer.index("step")
+def test_colocated_generators_step_before_the_batch_and_the_trainer_after_it() -> None:
+    events = _run(COLOCATED_STAGES, "trainer", "generator")
+    steps = [events[i - 1] for i, event in enumerate(events) if event == "step"]
+    assert steps == ["in generator", "in trainer"]  # each in its own world
+    first, second = (i for i, event in enumerate(events) if event == "step")
+    assert events.index(WEIGHTS) < first < events.index(BATCH) < second
+    reward = _run(COLOCATED_STAGES, "reward")
+    assert reward.index("prepare") < reward.index(BATCH) < reward.index("step")
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_all_ranks_meet_the_channels_in_one_order(mode: Mode) -> None:
-    orders = [
-        [event for event in _run(mode, name, range(2)) if event not in ("step", "save")]
+@pytest.mark.parametrize("order", [STAGES, COLOCATED_STAGES], ids=["apart", "colocated"])
+def test_all_ranks_meet_the_channels_in_one_order(order: Sequence[Stage]) -> None:
+    names = {stage.channel for stage in order if stage.channel}
+    met = [
+        [event for event in _run(order, name, all_ticks=range(2)) if event in names]
         for name in ("trainer", "generator", "reward")
     ]
-    assert orders[0] == orders[1] == orders[2]
+    assert met[0] == met[1] == met[2]
+    assert len(met[0]) == 2 * len(names)
 
 
 def test_a_stop_ends_the_run_after_the_tick_is_saved() -> None:
-    events = _run(Mode.ASYNC, "trainer", range(9), stop_at=1)
-    assert events[-2:] == ["save", TRAINER_METRICS]  # the last step's metrics are not lost
+    events = _run(STAGES, "trainer", all_ticks=range(9), stop_at=1)
+    assert events[-1] == "save"
     assert [event for event in events if event.startswith("tick")] == ["tick 0", "tick 1"]
+    assert events.count(TRAINER_METRICS) == 2  # the last step's metrics are not lost
 
 
 def test_the_last_weights_are_evaluated_after_the_last_step() -> None:
-    # sync trains batch t in tick t; async in tick t + 1, and an evaluation's result needs a tick.
-    assert list(ticks(Mode.SYNC, 0, 2)) == [0, 1, 2]
-    assert list(ticks(Mode.ASYNC, 0, 2)) == [0, 1, 2, 3, 4]
-    assert list(ticks(Mode.SYNC, 5, 6)) == [5, 6]
+    assert list(ticks(0, 2)) == [0, 1, 2]  # tick t trains batch t, the last one trains none
+    assert list(ticks(5, 6)) == [5, 6]

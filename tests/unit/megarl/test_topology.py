@@ -17,7 +17,7 @@ def test_every_rank_has_one_place_one_world_and_one_group() -> None:
     topology = rl_topology(TrainerLayout(tp=2, dp=2), GeneratorLayout(tp=2, replicas=3))
     assert topology.size == 4 + 6 + 1
     for rank in range(topology.size):
-        place = topology.place_of(rank)
+        (place,) = topology.places_of(rank)
         assert sum(rank in world for world in place.worlds) == 1
         assert sum(rank in group for group in place.groups) == 1
 
@@ -29,8 +29,18 @@ def test_a_data_parallel_group_holds_the_ranks_of_one_part_head_first() -> None:
     assert topology.place(TRAINER).heads == (0, 2)
 
 
+def test_colocated_generators_have_the_trainers_ranks() -> None:
+    topology = rl_topology(TrainerLayout(tp=2), GeneratorLayout(replicas=2), colocated=True)
+    assert topology.size == 3
+    assert topology.place(TRAINER).worlds == ((0, 1),)
+    assert topology.place(GENERATOR).worlds == ((0,), (1,))
+    assert topology.place(REWARD).ranks == (2,)
+    assert [place.name for place in topology.places_of(1)] == [TRAINER, GENERATOR]
+    assert [topology.label(rank) for rank in range(3)] == ["trainer.0", "trainer.1", "reward.0"]
+
+
 def test_replicas_are_worlds_of_their_own_and_labels_count_within_the_executor() -> None:
     topology = rl_topology(TrainerLayout(), GeneratorLayout(tp=2, replicas=2))
     assert topology.place(GENERATOR).worlds == ((1, 2), (3, 4))
     assert [topology.label(rank) for rank in (0, 3, 5)] == ["trainer.0", "generator.2", "reward.0"]
-    assert topology.place_of(5).name == REWARD
+    assert [place.name for place in topology.places_of(5)] == [REWARD]

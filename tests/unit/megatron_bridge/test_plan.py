@@ -8,7 +8,7 @@ import pytest
 
 from megatron_bridge.box import Box
 from megatron_bridge.errors import PlanError
-from megatron_bridge.flows import Forwarding, Stripe, single_stripes
+from megatron_bridge.flows import Forwarding, Seat, Stripe, single_stripes
 from megatron_bridge.layouts.hf import hf_side
 from megatron_bridge.layouts.megatron import megatron_side
 from megatron_bridge.layouts.vllm import vllm_side
@@ -289,6 +289,22 @@ def test_targets_are_served_from_their_own_host_then_rail_and_evenly() -> None:
     assert near >= 0.45 * sum(load.sent.values())  # two of four targets are near all they need
     sent = [load.sent[rank] for rank in range(8)]
     assert max(sent) <= 1.01 * sum(sent) / 8
+
+
+@pytest.mark.parametrize("seats", [(), tuple((rank // 2, rank % 2) for rank in range(4))])
+def test_a_target_that_is_a_source_too_takes_from_itself(seats: tuple[Seat, ...]) -> None:
+    # Every source holds all that any target needs.
+    layout = GeneratorLayout(tp=2, replicas=2)
+    policy = PlanPolicy(seats=seats)
+    colocated = vllm_side(SPEC, layout, first_rank=0)
+    whole = plan(megatron_side(SPEC, TrainerLayout(dp=4)), colocated, policy)
+    assert sum(whole.load().received.values()) == 0
+    assert all(m.source_rank == m.target_rank for rank in range(4) for m in whole.messages(rank))
+    # Of these five targets only the first is a source.
+    partly = vllm_side(SPEC, GeneratorLayout(replicas=5), first_rank=3)
+    load = plan(megatron_side(SPEC, TrainerLayout(dp=4)), partly, PlanPolicy()).load()
+    assert load.received[3] == 0
+    assert min(load.received[rank] for rank in range(4, 8)) == load.received[4] > 0
 
 
 def test_small_tensors_travel_together_across_layers() -> None:

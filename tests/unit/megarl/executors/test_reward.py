@@ -1,144 +1,278 @@
-"""From rollouts of several replicas to balanced parts of a batch, against plain Python."""
+"""The reward executor with replicas that need no engine: batches, staleness, resuming, metrics."""
 
 from __future__ import annotations
 
-import random
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
-import torch
 
-from megarl.config import RunConfig, TrainerConfig
-from megarl.executors.reward import RewardExecutor, Scored, merge, rollout_metrics, split_batch
+from megarl import checkpoint
+from megarl.checkpoint import StartPoint
+from megarl.config import (
+    CheckpointConfig,
+    DataConfig,
+    FaultConfig,
+    Mode,
+    ModelConfig,
+    Resume,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from megarl.data.starting_model import write_starting_model
+from megarl.errors import ChannelTimeout
+from megarl.executors.reward import MetricSink, RewardExecutor, Surroundings
 from megarl.observe.trace import Tracer
-from megarl.rewards.pool import RewardResult
-from megarl.types import MetricValues, Rollouts, TrainBatch
-from megatron_bridge.parallel import TrainerLayout
+from megarl.rollout.engine import Sample, SampleRequest
+from megarl.rollout.messages import State, Work, pack_samples, unpack_work
+from megarl.rollout.saved import read_rollouts
+from megarl.types import MetricValues, Orders, Report, TrainBatch
 
-PROMPT = 3  # tokens of every prompt
+Answer = Callable[[int, Report], tuple[Orders, bool]]
+BATCH, N, REPLICAS = 2, 2, 2
 
 
-def _make_rollouts(rows: list[tuple[int, int, int]], version: int = 4) -> Rollouts:
-    """Build rollouts of (prompt id, sample id, response length); tokens name their sequence."""
-    tokens, versions, logprobs = [], [], []
-    for prompt, sample, length in rows:
-        tokens += [1000 * prompt + 100 * sample + position for position in range(PROMPT + length)]
-        versions += [-1] * PROMPT + [version] * length
-        logprobs += [0.0] * PROMPT + [-0.25 * (position + 1) for position in range(length)]
-    return Rollouts(
-        prompt_ids=torch.tensor([row[0] for row in rows], dtype=torch.int64),
-        sample_ids=torch.tensor([row[1] for row in rows], dtype=torch.int64),
-        prompt_lengths=torch.full((len(rows),), PROMPT),
-        lengths=torch.tensor([PROMPT + row[2] for row in rows], dtype=torch.int64),
-        finished=torch.tensor([row[2] % 2 for row in rows], dtype=torch.int64),
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        versions=torch.tensor(versions, dtype=torch.int64),
+@dataclass(slots=True, kw_only=True)
+class _FakeReplicas:
+    """Replicas of tokens 5, in threads: each report ends at most one response, the newest first.
+
+    Responses have one to three tokens; those to the prompts in ``slow`` never end.
+    """
+
+    slow: frozenset[int] = frozenset()
+    version: int = 0
+    running: list[dict[int, SampleRequest]] = field(
+        default_factory=lambda: [{} for _ in range(REPLICAS)]
+    )
+    asked: list[SampleRequest] = field(default_factory=list)
+
+    def serve(self, answer: Answer) -> _FakeReplicas:
+        self._answer = answer
+        return self
+
+    _answer: Answer | None = None
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def open(self) -> None:
+        self._threads = [
+            threading.Thread(target=self._tick, args=(index,)) for index in range(REPLICAS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def check(self) -> None:
+        assert all(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+    def _tick(self, index: int) -> None:
+        running, state = self.running[index], State.GO
+        ended: list[Sample] = []
+        while state is not State.BOUNDARY:
+            if state is State.HAND_OVER:
+                ended = [self._sample(r, 1, finished=False) for r in running.values()]
+            work = self._exchange(index, ended)
+            state, ended = work.state, []
+            for request_id in work.aborts:
+                del running[request_id]
+            running |= {request.request_id: request for request in work.requests}
+            self.asked += work.requests
+            quick = [r for r in running.values() if r.prompt not in self._slow_prompts()]
+            if state is State.GO and quick:
+                request = running.pop(quick[-1].request_id)
+                ended = [self._sample(request, 1 + request.seed % 3, finished=True)]
+
+    def _slow_prompts(self) -> set[tuple[int, ...]]:
+        return {(1, 3 + prompt, 13, 4, 15, 18) for prompt in self.slow}
+
+    def hold_the_slow(self) -> bool:
+        held = [r for running in self.running for r in list(running.values())]
+        return sum(r.prompt in self._slow_prompts() for r in held) == N * len(self.slow)
+
+    def _sample(self, request: SampleRequest, length: int, *, finished: bool) -> Sample:
+        new = max(1, length - len(request.generated))
+        return Sample(
+            request_id=request.request_id,
+            tokens=(*request.generated, *(5,) * new),
+            logprobs=(*request.logprobs, *(-1.0,) * new),
+            versions=(*request.versions, *(self.version,) * new),
+            finished=finished,
+        )
+
+    def _exchange(self, index: int, samples: list[Sample]) -> Work:
+        assert self._answer is not None
+        orders, is_last = self._answer(index, pack_samples(samples))
+        work = unpack_work(orders)
+        assert is_last is (work.state is State.BOUNDARY)
+        return work
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    write_starting_model(folder, 0)
+    return folder
+
+
+def _make_config(folder: Path, model: Path, **changes: object) -> RunConfig:
+    rows = [{"prompt": f"{row}+1=?", "answer": str(row)} for row in range(10)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values: dict = {
+        "run_dir": str(folder),
+        "name": "r",
+        "max_steps": 6,
+        "max_staleness": 1,
+        "model": ModelConfig(path=str(model)),
+        "data": DataConfig(
+            train_path=str(folder / "train.jsonl"), train_batch_size=BATCH, shuffle=False
+        ),
+        "rollout": RolloutConfig(n=N, max_response_length=8),
+        "reward": RewardConfig(path="megarl.rewards.arithmetic:score", num_processes=1),
+        "checkpoint": CheckpointConfig(save_freq=2),
+        **changes,
+    }
+    return RunConfig(**values)
+
+
+def _make_surroundings(replicas: _FakeReplicas, sink: MetricSink) -> Surroundings:
+    return Surroundings(
+        sink=sink,
+        stop_requested=lambda: False,
+        has_arrived=lambda tick: tick == 1 or replicas.hold_the_slow(),
+        say=lambda what: None,
+        serve=replicas.serve,
+        num_replicas=REPLICAS,
+        closes_before_batch=False,
     )
 
 
-def _make_scored(rollouts: Rollouts, rewards: list[float]) -> Scored:
-    result = RewardResult(scores=rewards, metrics={}, timeouts=1, errors=2, crashes=0)
-    values = torch.tensor(rewards, dtype=torch.float64)
-    return Scored(rollouts=rollouts, responses=[], rewards=values, result=result)
+@contextmanager
+def _executor(
+    config: RunConfig,
+    replicas: _FakeReplicas,
+    start: StartPoint | None = None,
+    sink: MetricSink = lambda step, metrics: None,
+) -> Iterator[RewardExecutor]:
+    around = _make_surroundings(replicas, sink)
+    executor = RewardExecutor(config, start or StartPoint(), around, Tracer("reward", 0))
+    executor.init()
+    try:
+        yield executor
+    finally:
+        executor.close()
 
 
-def _sequences(batch: TrainBatch) -> dict[int, dict[str, list[float]]]:
-    """Return each sequence's columns by its first token, which names it."""
-    lengths = batch.lengths.tolist()
-    columns = {
-        name: getattr(batch, name).split(lengths)
-        for name in ("tokens", "loss_mask", "logprobs", "advantages", "versions")
-    }
-    return {
-        int(columns["tokens"][row][0]): {k: v[row].tolist() for k, v in columns.items()}
-        for row in range(len(lengths))
-    }
+def _tick(executor: RewardExecutor, replicas: _FakeReplicas, version: int) -> list[int]:
+    """Run tick ``version``; return the prompts of its batch, checked for freshness."""
+    replicas.version = version
+    executor.set_step(version)
+    executor.prepare()
+    (batch,) = executor.get_output("batch")
+    assert isinstance(batch, TrainBatch)
+    sampled = batch.versions[batch.versions >= 0]
+    assert version - 1 <= int(sampled.min()) <= int(sampled.max()) <= version
+    executor.step()
+    return sorted(set(batch.prompt_ids.tolist()))
 
 
-def test_the_order_of_a_batch_does_not_depend_on_who_sampled_what() -> None:
-    rows = [
-        (prompt, sample, 1 + (prompt * sample) % 4) for prompt in range(5) for sample in range(3)
-    ]
-    shuffled = random.Random(0).sample(rows, len(rows))
-    whole = merge([_make_rollouts(rows)])
-    parts = merge([_make_rollouts(shuffled[:4]), _make_rollouts([]), _make_rollouts(shuffled[4:])])
-    for name in Rollouts.__slots__:
-        assert torch.equal(getattr(whole, name), getattr(parts, name)), name
+def test_every_tick_has_a_full_fresh_batch_and_each_prompt_is_trained_once(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    replicas = _FakeReplicas()
+    with _executor(_make_config(tmp_path, model_folder), replicas) as executor:
+        batches = [_tick(executor, replicas, version) for version in range(6)]
+    assert [len(batch) for batch in batches] == [BATCH] * 6
+    assert sorted(prompt for batch in batches for prompt in batch) == list(range(12))
+    assert len({request.request_id for request in replicas.asked}) == 12 * N
 
 
-def test_nothing_merged_is_nothing() -> None:
-    assert len(merge([_make_rollouts([]), _make_rollouts([])]).lengths) == 0
+def test_a_resumed_run_trains_on_what_was_finished_and_goes_on_with_what_was_begun(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    config = _make_config(tmp_path, model_folder)
+    first = _FakeReplicas(slow=frozenset({4}))
+    with _executor(config, first) as executor:
+        done = _tick(executor, first, 0)
+        executor.save_checkpoint()  # not due
+        checkpoint.begin(config.folder, 2)
+        done += _tick(executor, first, 1)
+        executor.save_checkpoint()
+    start = checkpoint.find_start(replace(config, resume=Resume.AUTO))
+    assert (start.step, len(done)) == (2, 2 * BATCH)
+    assert start.rollout_file is not None
+    saved = read_rollouts(start.rollout_file)
+    assert {row[0] for row in saved.partial} == {4}
+    begun = {(row[0], row[1]): row[2].tokens for row in saved.partial}
+
+    second = _FakeReplicas()
+    with _executor(config, second, start) as executor:
+        for version in range(2, 6):
+            done += _tick(executor, second, version)
+    assert sorted(done) == list(range(12))  # also those that were complete when it was saved
+    continued = [request for request in second.asked if request.generated]
+    assert sorted(request.generated for request in continued) == sorted(begun.values())
+    assert len(continued) == N
+    assert all(request.versions == (1,) for request in continued)
 
 
-@pytest.mark.parametrize(
-    "layout", [TrainerLayout(), TrainerLayout(dp=3), TrainerLayout(dp=2, pp=2, vpp=2)]
-)
-def test_every_sequence_reaches_one_rank_whole_with_its_advantage(layout: TrainerLayout) -> None:
-    generator = random.Random(1)
-    rows = [
-        (prompt, sample, generator.randint(1, 40)) for prompt in range(7) for sample in range(4)
-    ]
-    rewards = [float(generator.randint(0, 1)) for _ in rows]
-    config = RunConfig(trainer=TrainerConfig(layout=layout, max_tokens_per_micro_batch=64))
-    parts = split_batch(_make_scored(_make_rollouts(rows), rewards), config)
-    assert len(parts) == layout.dp
-    seen: dict[int, dict[str, list[float]]] = {}
-    for part in parts:
-        found = _sequences(part)
-        assert not seen.keys() & found.keys()
-        seen |= found
-        sizes = [0] * int(part.num_micro_batches)
-        for length, member in zip(part.lengths.tolist(), part.micro_batches.tolist(), strict=True):
-            sizes[member] += length
-        assert max(sizes) <= 64
-    assert len({int(part.num_micro_batches) for part in parts}) == 1
-    assert int(parts[0].num_micro_batches) % (layout.pp if layout.vpp > 1 else 1) == 0
-    for (prompt, sample, length), reward in zip(rows, rewards, strict=True):
-        columns = seen[1000 * prompt + 100 * sample]
-        group = [r for (p, _, _), r in zip(rows, rewards, strict=True) if p == prompt]
-        advantage = reward - sum(group) / len(group)
-        assert columns["advantages"] == pytest.approx([advantage] * (PROMPT + length))
-        assert columns["loss_mask"] == [0.0] * PROMPT + [1.0] * length
-        assert columns["logprobs"][PROMPT:] == [-0.25 * (i + 1) for i in range(length)]
-    # Balanced by tokens: no rank has more than the mean and the longest sequence.
-    loads = [int(part.lengths.sum()) for part in parts]
-    assert max(loads) <= sum(loads) / len(loads) + max(PROMPT + row[2] for row in rows)
+def test_a_run_without_rollouts_in_flight_begins_behind_the_prompts_it_has_trained_on(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    config = _make_config(tmp_path, model_folder, mode=Mode.SYNC)
+    replicas = _FakeReplicas()
+    with _executor(config, replicas, StartPoint(step=3)) as executor:
+        assert _tick(executor, replicas, 3) == [6, 7]
+    assert len(replicas.asked) == BATCH * N
 
 
-def test_metrics_of_a_batch_are_those_of_plain_arithmetic() -> None:
-    rows = [(0, 0, 2), (0, 1, 4), (1, 0, 3), (1, 1, 3)]
-    scored = _make_scored(_make_rollouts(rows, version=4), [1.0, 1.0, 0.0, 1.0])
-    metrics = rollout_metrics(scored, version=5)
-    assert metrics["rollout/reward"] == 0.75
-    assert metrics["rollout/reward_std"] == pytest.approx((3 / 16) ** 0.5)
-    assert metrics["rollout/response_length_mean"] == 3.0
-    assert metrics["rollout/response_length_max"] == 4.0
-    assert metrics["rollout/response_length_clip_ratio"] == 0.5  # even lengths were cut
-    assert metrics["rollout/zero_advantage_groups"] == 0.5
-    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 1.0)
-    assert (metrics["reward/timeouts"], metrics["reward/errors"]) == (1.0, 2.0)
-
-
-def test_batches_are_cut_in_a_deterministic_way() -> None:
-    rows = [(prompt, sample, 5 + sample) for prompt in range(4) for sample in range(4)]
-    scored = _make_scored(_make_rollouts(rows), [float(i % 2) for i in range(16)])
-    config = RunConfig(trainer=TrainerConfig(layout=TrainerLayout(dp=2)))
-    once, again = split_batch(scored, config), split_batch(scored, config)
-    for first, second in zip(once, again, strict=True):
-        assert torch.equal(first.tokens, second.tokens)
-        assert torch.equal(first.micro_batches, second.micro_batches)
+def test_where_the_trainer_needs_the_replicas_ranks_they_are_done_before_it_gets_the_batch(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    config = _make_config(
+        tmp_path, model_folder, mode=Mode.SYNC, fault=FaultConfig(timeout_seconds=0.1)
+    )
+    replicas, arrived = _FakeReplicas(), {1}
+    around = replace(
+        _make_surroundings(replicas, lambda step, metrics: None),
+        closes_before_batch=True,
+        has_arrived=arrived.__contains__,
+    )
+    executor = RewardExecutor(config, StartPoint(), around, Tracer("reward", 0))
+    executor.init()
+    try:
+        for version in range(2):
+            replicas.version = version
+            executor.set_step(version)
+            executor.prepare()
+            assert not any(thread.is_alive() for thread in replicas._threads)
+            (batch,) = executor.get_output("batch")
+            assert isinstance(batch, TrainBatch)
+            assert len(batch.lengths) == BATCH * N
+            if version + 1 in arrived:
+                executor.step()
+        with pytest.raises(ChannelTimeout, match=r"has not ended step 2 for 0\.1 s"):
+            executor.step()
+    finally:
+        executor.close()
 
 
 def test_numbers_of_three_replicas_are_reported_as_their_mean() -> None:
     emitted: dict[int, dict[str, float]] = {}
-    executor = RewardExecutor(
-        RunConfig(), 0, emitted.__setitem__, lambda: False, Tracer("reward", 0)
-    )
+    around = _make_surroundings(_FakeReplicas(), emitted.__setitem__)
+    executor = RewardExecutor(RunConfig(), StartPoint(), around, Tracer("reward", 0))
     idle = [{"step": 1.0, "generator/idle_ratio": value} for value in (0.1, 0.2, 0.6)]
     executor.put_input("metrics/generator", [MetricValues.from_dict(each) for each in idle])
     trainer = {"step": 1.0, "actor/loss": 2.0, "rollout/reward": 0.5}
     known = {"timing_s/step": 4.0, "perf/total_tokens": 8.0}
     executor.put_input("metrics/trainer", [MetricValues.from_dict(trainer | known)])
-    executor.step()
+    executor._emit()
     assert emitted[1]["generator/idle_ratio"] == pytest.approx(0.3)
     assert emitted[1]["perf/tokens_per_second"] == 2.0

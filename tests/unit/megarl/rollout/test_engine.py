@@ -62,9 +62,36 @@ def test_temperature_zero_is_accepted_as_greedy() -> None:
     assert _make_request(temperature=0).temperature == 0
 
 
-def test_a_sample_has_one_logprob_a_token() -> None:
-    with pytest.raises(ValueError, match="1 logprobs for 2 tokens"):
-        Sample(request_id=0, tokens=(2, 1), logprobs=(-0.5,), finished=True, version=0)
+def test_a_request_may_bring_the_first_tokens_of_its_response() -> None:
+    request = _make_request(generated=(7, 8, 9), logprobs=(-1.0,) * 3, versions=(2, 2, 3))
+    assert request.generated == (7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("generated", "logprobs", "versions", "message"),
+    [
+        ((7, 8), (-1.0,), (2, 2), "1 logprobs and 2 versions for 2 tokens"),
+        ((7, 8), (-1.0, -1.0), (2,), "2 logprobs and 1 versions for 2 tokens"),
+        ((7,) * 4, (-1.0,) * 4, (2,) * 4, "4 tokens are generated, .* max_tokens 4"),
+        ((7, 1), (-1.0,) * 2, (2,) * 2, "2 tokens are generated, .* without EOS"),
+    ],
+)
+def test_a_response_that_cannot_be_continued_is_refused(
+    generated: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    versions: tuple[int, ...],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=f"request 3: {message}"):
+        _make_request(generated=generated, logprobs=logprobs, versions=versions)
+
+
+@pytest.mark.parametrize(("logprobs", "versions"), [((-0.5,), (0, 0)), ((-0.5, -0.5), (0,))])
+def test_a_sample_has_a_logprob_and_a_version_a_token(
+    logprobs: tuple[float, ...], versions: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="for 2 tokens, expected one each"):
+        Sample(request_id=0, tokens=(2, 1), logprobs=logprobs, versions=versions, finished=True)
 
 
 @pytest.mark.parametrize(
