@@ -20,8 +20,8 @@ from typing import Any
 
 from megarl.config import RunConfig
 from megarl.config_file import load_config
+from tests.processes import PRELOAD
 
-_PRELOAD = ["torch", "megarl.wiring", "megarl.executors.trainer", "tests.chaos", "vllm"]
 _RUN_SECONDS = 240.0
 
 
@@ -50,7 +50,7 @@ def run_with_kills(
     config = load_config(config_path, (*overrides, "resume=auto"))
     size = topology_of(Command.TRAIN, config).size
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     happened: list[tuple[Kill, int]] = []
     for kill in [*kills, None]:
         store = dist.TCPStore(

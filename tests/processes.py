@@ -15,10 +15,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-# Imported once by the server that children are forked from: importing torch and Megatron-Core
-# takes seconds, and a test of eight ranks would pay it eight times. The server computes nothing,
-# so no thread of theirs is running when it forks.
-_PRELOAD = ["torch", "torch.distributed", "megatron.core.models.gpt", "tests.processes"]
+# Imported once by the server that children are forked from: importing the engines takes many
+# seconds, and a test of eight ranks would pay it eight times. The server computes nothing, so no
+# thread of theirs is running when it forks.
+PRELOAD = ["tests.preload", "tests.processes"]
 
 
 def _child(target: Callable, rank: int, size: int, args: tuple, store: str, results: Any) -> None:
@@ -57,7 +57,7 @@ def run_ranks(
         AssertionError: a rank failed (with its traceback) or did not end in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         children = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.observe.files import replacing
 from megarl.rollout.buffer import Group
@@ -42,7 +43,7 @@ class OrderLog:
         self._file.close()
 
 
-def read_order(path: Path) -> list[dict[str, list[int] | int]]:
+def read_order(path: Path) -> list[dict[str, Any]]:
     """Return the rows of the file, without a last line that a kill tore; none where it is missing."""
     if not path.is_file():
         return []

@@ -91,7 +91,7 @@ class VllmEngine(Engine):
         """
         _check_world(settings)
         on_gpu = torch.cuda.is_available()
-        _set_environment(on_gpu)
+        set_environment(on_gpu)
         from megarl.rollout.vllm_worker import (
             StatelessSampler,
             drop_message_queue,
@@ -314,7 +314,7 @@ def _check_world(settings: EngineSettings) -> None:
         )
 
 
-def _set_environment(on_gpu: bool) -> None:
+def set_environment(on_gpu: bool) -> None:
     """Set what vLLM reads from the environment when it is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
