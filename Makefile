@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint nightly clean
+.PHONY: help install quickstart test lint nightly chaos clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,8 +25,12 @@ lint: install ## format, lint and types
 test: lint ## all tests that need no GPU
 	$(BIN)/python -m pytest --durations=15
 
-nightly: install ## ten thousand random layouts against the dense oracle
+nightly: install ## ten thousand random layouts and schedules against their oracles
 	MEGARL_DRAWS=10000 $(BIN)/python -m pytest tests/unit/megatron_bridge/test_layouts.py -k any
+	MEGARL_DRAWS=10000 $(BIN)/python -m pytest tests/unit/megarl/rollout/test_buffer.py
+
+chaos: install ## kill ranks thirty times at random moments; nothing may be lost
+	MEGARL_KILLS=30 $(BIN)/python -m pytest tests/e2e/test_chaos.py -k many
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) runs data build *.egg-info

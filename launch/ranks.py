@@ -30,7 +30,7 @@ _REAP_SECONDS = 10.0  # a process in an uninterruptible wait (a driver, a file s
 class LocalJob:
     """What to start."""
 
-    command: str  # train, sft, eval or doctor
+    command: str  # train, sft, replay, eval or doctor
     arguments: tuple[str, ...]  # config file and overrides
     topology: Topology
     folder: Path  # of the run

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from megarl.config import Resume, RunConfig
+from megarl.config import Resume, RunConfig, TrainerConfig
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, DataError
+from megarl.recording import check_recording
 from megarl.rewards.loading import load_score_function
 from megarl.topology import Topology, eval_topology, rl_topology, sft_topology
 from megarl.weights import run_spec
@@ -27,7 +28,12 @@ class Command(StrEnum):
     TRAIN = "train"
     SFT = "sft"
     EVAL = "eval"
+    REPLAY = "replay"
     DOCTOR = "doctor"
+
+
+_GENERATES = (Command.TRAIN, Command.EVAL, Command.DOCTOR)
+SAVES = (Command.TRAIN, Command.SFT, Command.REPLAY)
 
 
 def topology_of(command: Command, config: RunConfig) -> Topology:
@@ -36,7 +42,7 @@ def topology_of(command: Command, config: RunConfig) -> Topology:
         case Command.TRAIN | Command.DOCTOR:
             trainer, generator = config.trainer.layout, config.generator.layout
             return rl_topology(trainer, generator, colocated=config.is_colocated)
-        case Command.SFT:
+        case Command.SFT | Command.REPLAY:
             return sft_topology(config.trainer.layout)
         case Command.EVAL:
             return eval_topology(config.generator.layout)
@@ -59,24 +65,23 @@ def check_run(command: Command, config: RunConfig) -> None:
     spec = run_spec(config)
     if command is not Command.EVAL:
         check_layout(spec, config.trainer.layout)
-    if command is not Command.SFT:
+    if command in _GENERATES:
         check_generator_layout(spec, config.generator.layout)
         load_score_function(config.reward.path)
     _check_tokenizer(Path(config.model.path), spec.vocab_size)
     _check_data(command, config, spec.max_positions)
     _check_folder(command, config)
+    if command is Command.REPLAY:
+        check_recording(config, spec.vocab_size)
 
 
 def _check_data(command: Command, config: RunConfig, max_positions: int) -> None:
     data, rollout = config.data, config.rollout
     sequences = data.train_batch_size * (1 if command is Command.SFT else rollout.n)
-    if command is not Command.EVAL and sequences < config.trainer.layout.dp:
-        raise ConfigError(
-            f"a batch of {sequences} sequences is less than trainer.layout.dp = "
-            f"{config.trainer.layout.dp}: every data-parallel rank needs one"
-        )
-    second = data.response_key if command is Command.SFT else data.answer_key
     if command is not Command.EVAL:
+        _check_batch(command, sequences, config.trainer)
+    second = data.response_key if command is Command.SFT else data.answer_key
+    if command not in (Command.EVAL, Command.REPLAY):
         _check_rows(data.train_path, "data.train_path", data.prompt_key, second)
     if command is not Command.SFT:
         longest = data.max_prompt_length + rollout.max_response_length
@@ -86,13 +91,28 @@ def _check_data(command: Command, config: RunConfig, max_positions: int) -> None
                 f"{rollout.max_response_length} must fit the model's {max_positions} positions"
             )
         budget = config.trainer.max_tokens_per_micro_batch
-        if command in (Command.TRAIN, Command.DOCTOR) and longest > budget:
+        if command is not Command.EVAL and longest > budget:
             raise ConfigError(
                 f"trainer.max_tokens_per_micro_batch {budget} must hold the longest sequence, "
                 f"data.max_prompt_length + rollout.max_response_length = {longest}"
             )
-        if data.eval_path or command is Command.EVAL:
+        if command in _GENERATES and (data.eval_path or command is Command.EVAL):
             _check_rows(data.eval_path, "data.eval_path", data.prompt_key, data.answer_key)
+
+
+def _check_batch(command: Command, num_sequences: int, trainer: TrainerConfig) -> None:
+    updates, dp = trainer.updates_per_batch, trainer.layout.dp
+    if command is Command.SFT and updates != 1:
+        raise ConfigError(
+            f"trainer.updates_per_batch is {updates}, expected 1 for megarl sft: there a smaller "
+            "data.train_batch_size is the same"
+        )
+    if num_sequences < updates * dp:
+        several = f"trainer.updates_per_batch {updates} x " if updates > 1 else ""
+        raise ConfigError(
+            f"a batch of {num_sequences} sequences is less than {several}trainer.layout.dp = "
+            f"{updates * dp}: every data-parallel rank needs one{' in each update' * (updates > 1)}"
+        )
 
 
 def _check_rows(path: str, key: str, *row_keys: str) -> None:
@@ -123,8 +143,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def _check_folder(command: Command, config: RunConfig) -> None:
     used = (config.folder / "metrics.jsonl").is_file()
-    writes = command in (Command.TRAIN, Command.SFT)
-    if writes and used and config.resume is Resume.NEVER:
+    if command in SAVES and used and config.resume is Resume.NEVER:
         raise ConfigError(
             f"{config.folder} holds a run already; give another name=, or resume=auto "
             "to go on with it"

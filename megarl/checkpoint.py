@@ -29,7 +29,7 @@ class RunState:
     ``consumed_prompts`` have been trained on; which, and what is in flight, the rollouts' file says.
     """
 
-    step: int  # optimizer steps = policy version
+    step: int  # batches trained on = policy version
     consumed_prompts: int
     seed: int
     n: int = 0  # samples of a prompt; 0: none are in flight

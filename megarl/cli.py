@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | eval | doctor | data``.
+"""The command line: ``megarl train | sft | replay | eval | doctor | data``.
 
 Checks everything that can be checked before an engine starts, then starts the ranks of this
 machine; where a launcher (torchrun, srun) has set RANK already, it becomes that rank.
@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     for command, text in (
         (Command.TRAIN, "reinforcement learning"),
         (Command.SFT, "supervised fine-tuning"),
+        (Command.REPLAY, "train again on the recorded batches of the run in replay_from"),
         (Command.EVAL, "score a Hugging Face checkpoint on data.eval_path"),
         (Command.DOCTOR, "check that a training run would start right, without training"),
     ):
@@ -100,8 +101,8 @@ def _print_findings(folder: Path, code: int, console: Console) -> None:
 
 
 def _print_result(command: Command, config: RunConfig, console: Console) -> None:
-    name = {Command.TRAIN: "summary.json", Command.SFT: "hf/config.json", Command.EVAL: "eval.json"}
-    path = config.folder / name[command]
+    name = {Command.SFT: "hf/config.json", Command.EVAL: "eval.json"}
+    path = config.folder / name.get(command, "summary.json")
     if path.is_file() and command is not Command.SFT:
         console.print_json(path.read_text())
     console.print(f"[green]done[/green]: {path}", highlight=False)

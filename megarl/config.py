@@ -113,7 +113,7 @@ class TrainerConfig:
     lr: float = 1e-6  # peak learning rate
     min_lr_ratio: float = 1.0  # last learning rate as a share of the peak
     lr_decay_style: str = "constant"  # constant, linear or cosine
-    lr_warmup_steps: int = 0  # steps of linear warm-up
+    lr_warmup_steps: int = 0  # optimizer steps of linear warm-up
     weight_decay: float = 0.0  # AdamW weight decay
     adam_beta1: float = 0.9  # AdamW first moment decay
     adam_beta2: float = 0.999  # AdamW second moment decay
@@ -122,6 +122,7 @@ class TrainerConfig:
     distributed_optimizer: bool = False  # shard optimizer states over data-parallel ranks
     max_tokens_per_micro_batch: int = 4096  # token budget of one packed micro-batch
     recompute: bool = False  # recompute activations in the backward pass
+    updates_per_batch: int = 1  # optimizer steps a batch, each on its own share of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ class WeightsConfig:
     slots: int = 2  # rounds of messages in flight on a rank
     chunk_mib: float = 64.0  # staging memory of one round
     message_mib: float = 32.0  # largest message
+    sync_every: int = 1  # batches from one transfer to the next: see docs/async.md
     cluster: str = ""  # YAML file of link speeds, for predictions and weights.forwarding=auto
 
 
@@ -211,6 +213,7 @@ class ObserveConfig:
     wandb_project: str = ""  # Weights & Biases project; empty for none
     trace: bool = True  # write trace.json for Perfetto
     peak_tflops: float = 0.0  # peak of one trainer rank in TFLOP/s, for perf/mfu; 0: not reported
+    record: bool = False  # write each batch into batches/, for `megarl replay`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +234,9 @@ class RunConfig:
     mode: Mode = Mode.ASYNC  # async or sync
     placement: Placement = Placement.SEPARATE  # separate or colocated: see docs/async.md
     max_staleness: int = 1  # versions between a token's policy and the one it trains; 0: on-policy
-    max_steps: int = 100  # optimizer steps
+    max_steps: int = 100  # batches to train on, trainer.updates_per_batch optimizer steps each
     resume: Resume = Resume.NEVER  # auto: go on from the newest checkpoint where there is one
+    replay_from: str = ""  # folder of the recorded run (replay only): see docs/async.md
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)

@@ -144,8 +144,28 @@ def validate(config: RunConfig) -> None:
     for key in ("max_restarts", "max_logprob_error", "mean_logprob_error"):
         value = getattr(config.fault, key)
         _require(value >= 0, f"fault.{key}", value, "at least 0")
+    _validate_sync(config)
     _validate_rollout(config.rollout)
     _validate_algorithm(config.algorithm, config.rollout.n)
+
+
+def _validate_sync(config: RunConfig) -> None:
+    every, bound, freq = config.weights.sync_every, config.staleness_bound, config.eval.test_freq
+    _require(every >= 1, "weights.sync_every", every, "at least 1")
+    _require(
+        bound >= every - 1,
+        "max_staleness",
+        bound,
+        f"at least {every - 1} for weights.sync_every={every} (mode=sync makes it 0): just before a "
+        f"transfer the generators are {every - 1} versions behind, and with less nothing that they "
+        "may start could complete the batch to train",
+    )
+    _require(
+        freq % every == 0,
+        "eval.test_freq",
+        freq,
+        f"a multiple of weights.sync_every={every}: generators hold no other versions to evaluate",
+    )
 
 
 def _validate_rollout(rollout: RolloutConfig) -> None:
@@ -257,5 +277,11 @@ def _validate_trainer(trainer: TrainerConfig) -> None:
         trainer.max_tokens_per_micro_batch >= 1,
         "trainer.max_tokens_per_micro_batch",
         trainer.max_tokens_per_micro_batch,
+        "at least 1",
+    )
+    _require(
+        trainer.updates_per_batch >= 1,
+        "trainer.updates_per_batch",
+        trainer.updates_per_batch,
         "at least 1",
     )

@@ -8,7 +8,8 @@ work, or its end closes the connection and the wait raises.
 The weights travel first. From then on the generators decode, and the reward executor serves them,
 until the trainer has trained on the tick's batch and stands at the head of the next tick. Which samples
 the batch is made of, and so how stale it is, the reward executor decides: with max_staleness 0 it has
-only what the present weights sampled, and one side works at a time. Where both sides have the same
+only what the present weights sampled, and one side works at a time. Where weights do not travel at
+every tick, all ranks pass over that stage alike. Where both sides have the same
 ranks, they must: the generators are done with the batch before the trainer takes it.
 """
 
@@ -17,11 +18,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.channels.base import CommunicationChannel
+from megarl.config import RunConfig
 from megarl.executors.base import Executor
 from megarl.topology import GENERATOR, REWARD, TRAINER
+from megarl.weights import sync_due
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class Stage:
     channel: str = ""
     prepares: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
+    every: int = 1  # passed over at ticks that are no multiple of it, first and last excepted
 
 
 # Of a tick, in its order, which is the same on every rank.
@@ -58,8 +62,15 @@ COLOCATED_STAGES = (
 )
 
 
+def tick_order(config: RunConfig) -> tuple[Stage, ...]:
+    """Return the stages of a training run's ticks."""
+    order = COLOCATED_STAGES if config.is_colocated else STAGES
+    every = config.weights.sync_every
+    return tuple(replace(s, every=every) if s.channel == WEIGHTS else s for s in order)
+
+
 def ticks(start_step: int, max_steps: int) -> range:
-    """Return the ticks of a run that has ``start_step`` optimizer steps behind it.
+    """Return the ticks of a run that has ``start_step`` batches behind it.
 
     Tick t trains on batch t; after the last training tick one more evaluates the last weights.
     """
@@ -98,6 +109,8 @@ class ExecutorController:
             for executor in self._executors:
                 executor.set_step(tick)
             for stage in self._order:
+                if not sync_due(tick, self._ticks[0], self._ticks[-1], stage.every):
+                    continue
                 if stage.channel:
                     self._channels[stage.channel].communicate()
                 self._each(lambda executor: executor.prepare(), stage.prepares)

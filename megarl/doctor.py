@@ -75,6 +75,7 @@ def examination(config: RunConfig, start: StartPoint) -> RunConfig:
         name=folder_of(Command.DOCTOR, config).name,
         mode=Mode.SYNC,
         max_steps=start.step + 2,  # more than this one, so that nothing is saved
+        trainer=replace(config.trainer, updates_per_batch=1),
         checkpoint=replace(config.checkpoint, save_freq=0),
         data=replace(config.data, train_batch_size=num_prompts, shuffle=False, eval_path=""),
         rollout=replace(

@@ -16,23 +16,24 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
 
 from megarl import checkpoint
-from megarl.check import Command, check_run, check_world_size, topology_of
+from megarl.check import SAVES, Command, check_run, check_world_size, topology_of
 from megarl.config import RunConfig
 from megarl.config_file import load_config
 from megarl.controller import (
-    COLOCATED_STAGES,
-    STAGES,
     WEIGHTS,
     ExecutorController,
     Stage,
+    tick_order,
     ticks,
 )
 from megarl.errors import ConfigError
+from megarl.executors.base import Executor
 from megarl.observe import logs
 from megarl.observe.metrics import (
     METRICS_FILE,
@@ -86,7 +87,7 @@ def run_training(rank: Rank) -> None:
     config, world = rank.config, rank.world
     metrics = _open_metrics(rank) if world.place.name == REWARD else None
     executors = make_executors(rank, metrics.write if metrics else None)
-    order = COLOCATED_STAGES if config.is_colocated else STAGES
+    order = tick_order(config)
     try:
         world.set_status("starting the engine")
         initialize(rank, executors)
@@ -116,15 +117,40 @@ def run_sft(rank: Rank) -> None:
         stop_requested=world.stop_requested,
     )
     executor = SftExecutor(config, rank.start, world.rank, surroundings, rank.tracers[TRAINER])
-    try:
-        world.set_status("starting the engine")
-        executor.init()
-        order = (Stage(steps=(TRAINER,)),)
-        all_ticks, on_step = range(rank.start.step, config.max_steps), _step_hook(world)
-        ExecutorController((executor,), {}, order, all_ticks, on_step, world.inside).run()
+    with closing(executor):
+        _run_alone(rank, executor)
         world.barrier(_FINISH_LABEL)
-    finally:
-        executor.close()
+
+
+def run_replay(rank: Rank) -> None:
+    """One rank of ``megarl replay``."""
+    from megarl.executors import replay, trainer
+
+    config, world, tracer = rank.config, rank.world, rank.tracers[TRAINER]
+    metrics = _open_metrics(rank) if world.rank == 0 else None
+    around = trainer.Surroundings(link=export_link(world), arrive=world.arrive, commits=True)
+    learner = trainer.TrainerExecutor(config, rank.start, world.rank, around, tracer)
+    surroundings = replay.Surroundings(
+        sink=metrics.write if metrics else _discard, stop_requested=world.stop_requested
+    )
+    executor = replay.ReplayExecutor(config, world.rank, learner, surroundings, tracer)
+    with closing(executor):
+        _run_alone(rank, executor)
+        _write_trace(rank)
+        world.barrier(_FINISH_LABEL)
+        if metrics is not None:
+            metrics.close()
+            finish(rank)
+
+
+def _run_alone(rank: Rank, executor: Executor) -> None:
+    """Build and step trainer ranks that have no peers; one tick a batch."""
+    config, world = rank.config, rank.world
+    world.set_status("starting the engine")
+    executor.init()
+    order = (Stage(prepares=(TRAINER,), steps=(TRAINER,)),)
+    all_ticks, on_step = range(rank.start.step, config.max_steps), _step_hook(world)
+    ExecutorController((executor,), {}, order, all_ticks, on_step, world.inside).run()
 
 
 def run_evaluation(rank: Rank) -> None:
@@ -214,7 +240,7 @@ def _run(command: Command, config: RunConfig, began: float) -> None:
     world = World(topology, at)
     logs.setup_logging(world.place.name, world.rank, None)
     try:
-        if command in (Command.TRAIN, Command.SFT):  # the others have nothing to save
+        if command in SAVES:  # the others have nothing to save
             world.stop_on(signal.SIGTERM, signal.SIGUSR1)
         rank = Rank(
             config=config,
@@ -227,6 +253,7 @@ def _run(command: Command, config: RunConfig, began: float) -> None:
         runs = {
             Command.TRAIN: run_training,
             Command.SFT: run_sft,
+            Command.REPLAY: run_replay,
             Command.EVAL: run_evaluation,
             Command.DOCTOR: run_doctor,
         }

@@ -109,8 +109,8 @@ class TrainBatch(Message):
     logprobs: Tensor  # [T] float32, log mu
     advantages: Tensor  # [T] float32
     versions: Tensor  # [T] int64, -1 where the token was not sampled
-    micro_batches: Tensor  # [B] int64, the micro-batch that holds the sequence
-    num_micro_batches: Tensor  # [1] int64, the same on every data-parallel rank
+    micro_batches: Tensor  # [B] int64, the micro-batch that holds it, counted through all updates
+    num_micro_batches: Tensor  # [U] int64, of each update in order, alike on data-parallel ranks
 
     def __post_init__(self) -> None:
         columns = {

@@ -1,6 +1,7 @@
-"""The plan of a run's weight transfers, from its configuration alone; no torch.
+"""When and by which plan a run's weights travel, from its configuration alone; no torch.
 
-Called by the composition root on every rank and by planning tools, which have no ranks.
+Called by the composition root, controller and reward executor on every rank, and by planning
+tools, which have no ranks.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ def run_spec(config: RunConfig) -> ModelSpec:
             "be trained; model.drop_mtp=true leaves them out of training, generators and export"
         )
     return spec.without_mtp()
+
+
+def sync_due(tick: int, first: int, last: int, every: int) -> bool:
+    """Whether the generators get the weights at a tick: each ``every``-th, the first and the last.
+
+    All ranks must say the same, so it depends on nothing that one of them alone knows.
+    """
+    return tick % every == 0 or tick in (first, last)
 
 
 def run_sides(config: RunConfig, spec: ModelSpec, *, te: bool) -> tuple[Side, Side]:

@@ -2,7 +2,7 @@
 
 `start_command` runs ``megarl`` as a person does. `run_job` builds every rank from `megarl.wiring`
 in processes of its own and looks at the executor (the rank's last) with ``look`` before each tick and
-after the last.
+after the last. `run_replay` trains on what such a job recorded.
 """
 
 from __future__ import annotations
@@ -59,44 +59,46 @@ def run_job(
     config_path: Path, overrides: tuple[str, ...], look: Look, timeout: float = 240.0
 ) -> list[list[object]]:
     """Run a training job; return, for each rank, what ``look`` returned at each tick."""
+    return _run_ranks("train", _rank, load_config(config_path, overrides), look, timeout=timeout)
+
+
+def run_replay(config_path: Path, overrides: tuple[str, ...], timeout: float = 120.0) -> None:
+    """Replay a recorded job."""
+    _run_ranks("replay", _replay_rank, load_config(config_path, overrides), timeout=timeout)
+
+
+def _run_ranks(
+    command: str, target: Callable[..., Any], config: RunConfig, *args: object, timeout: float
+) -> list[Any]:
+    """Call ``target(rank, size, port of the store, config, *args)`` on the ranks of ``command``."""
     import torch.distributed as dist
 
     from megarl.check import Command, check_run, topology_of
 
-    config = load_config(config_path, overrides)
-    check_run(Command.TRAIN, config)
+    check_run(Command(command), config)
     config.folder.mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    size = topology_of(Command.TRAIN, config).size
-    return run_ranks(_rank, size, store.port, config, look, timeout=timeout, default_group=False)
+    size = topology_of(Command(command), config).size
+    return run_ranks(target, size, store.port, config, *args, timeout=timeout, default_group=False)
 
 
-def _rank(rank: int, size: int, port: int, config: RunConfig, look: Look) -> list[object]:
+def _join(command: str, rank: int, port: int, config: RunConfig) -> Any:
+    """Return what the rank's components are built from; its peers are there."""
     import time
 
     from megarl import checkpoint
     from megarl.check import Command, topology_of
-    from megarl.controller import COLOCATED_STAGES, STAGES, ExecutorController, ticks
-    from megarl.observe.metrics import MetricsLog
-    from megarl.topology import REWARD
-    from megarl.wiring import (
-        Rank,
-        close,
-        initialize,
-        make_channels,
-        make_executors,
-        make_tracers,
-    )
+    from megarl.wiring import Rank, make_tracers
     from megarl.world import Rendezvous, World
 
-    topology = topology_of(Command.TRAIN, config)
+    topology = topology_of(Command(command), config)
     at = Rendezvous(
         rank=rank, host="127.0.0.1", port=port, is_store_host=False, timeout_seconds=120.0
     )
     world = World(topology, at)
-    parts = Rank(
+    return Rank(
         config=config,
         topology=topology,
         world=world,
@@ -104,6 +106,22 @@ def _rank(rank: int, size: int, port: int, config: RunConfig, look: Look) -> lis
         start=checkpoint.find_start(config),
         began=time.monotonic(),
     )
+
+
+def _replay_rank(rank: int, size: int, port: int, config: RunConfig) -> None:
+    from megarl.train import run_replay as run
+
+    run(_join("replay", rank, port, config))
+
+
+def _rank(rank: int, size: int, port: int, config: RunConfig, look: Look) -> list[object]:
+    from megarl.controller import ExecutorController, tick_order, ticks
+    from megarl.observe.metrics import MetricsLog
+    from megarl.topology import REWARD
+    from megarl.wiring import close, initialize, make_channels, make_executors
+
+    parts = _join("train", rank, port, config)
+    world = parts.world
     metrics = None
     if world.place.name == REWARD:
         metrics = MetricsLog(config.folder, config.observe, config.name)
@@ -113,7 +131,7 @@ def _rank(rank: int, size: int, port: int, config: RunConfig, look: Look) -> lis
     channels = make_channels(parts, executors)
     seen: list[object] = []
     all_ticks = ticks(parts.start.step, config.max_steps)
-    order = COLOCATED_STAGES if config.is_colocated else STAGES
+    order = tick_order(config)
 
     def on_step(tick: int) -> None:
         seen.append(look(executors[-1]))

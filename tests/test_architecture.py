@@ -23,7 +23,7 @@ LEVELS = (
     {"megarl.config_file"},
     {"megarl.executors.base", "megarl.channels.base", "megarl.algorithms"}
     | {"megarl.rewards", "megarl.data", "megarl.observe", "megarl.world"},
-    {"megarl.weights"},
+    {"megarl.weights", "megarl.recording"},
     {"megarl.ddma", "megarl.checkpoint", "megarl.check"},
     {"megarl.channels", "megarl.contract", "megarl.rollout"},
     {"megarl.executors", "megarl.controller"},

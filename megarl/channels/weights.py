@@ -16,10 +16,12 @@ from megarl.observe.trace import SpanKind, Tracer
 
 
 class WeightSource(Protocol):
-    """The trainer's side: says which version it holds."""
+    """The trainer's side: says which version it holds, and calls back before that changes."""
 
     @property
     def version(self) -> int: ...
+
+    def before_update(self, settle: Callable[[], None]) -> None: ...
 
 
 class WeightTarget(Protocol):
@@ -31,21 +33,23 @@ class WeightTarget(Protocol):
 
 
 class WeightsSendChannel(CommunicationChannel):
-    """The trainer's end."""
+    """The trainer's end: sends while the trainer computes its next gradients."""
 
     communication_type = CommunicationType.WEIGHTS
 
     def __init__(self, name: str, sync: WeightSync, source: WeightSource, tracer: Tracer):
         self.name, self._sync, self._source, self._tracer = name, sync, source, tracer
+        source.before_update(self.settle)
 
     def communicate(self) -> None:
+        self.settle()
         with self._tracer.span(f"wait/{self.name}", SpanKind.WAIT):
             version = self._sync.handshake(self._source.version)
-        with self._tracer.span("update_weights", SpanKind.SYNC):
-            self._sync.transfer(version)
+        self._sync.send_beside(version)
 
     def settle(self) -> None:
-        self._sync.settle()
+        with self._tracer.span("send_weights", SpanKind.SYNC):
+            self._sync.settle()
 
 
 class WeightsReceiveChannel(CommunicationChannel):

@@ -18,27 +18,41 @@ class Part:
     """What one data-parallel rank trains on."""
 
     rows: list[int]  # of the whole batch
-    packs: list[list[int]]  # indices into `rows`; as many on every rank, the last may be empty
+    packs: list[list[int]]  # indices into `rows`; an update's last may be empty
+    num_packs: list[int]  # of each update, whose packs follow each other; alike on every rank
 
 
 def split(
-    lengths: Sequence[int], num_parts: int, max_tokens: int, multiple_of: int = 1
+    lengths: Sequence[int],
+    num_parts: int,
+    max_tokens: int,
+    multiple_of: int = 1,
+    num_updates: int = 1,
 ) -> list[Part]:
-    """Split a batch over data-parallel ranks and each part into the same number of micro-batches.
+    """Split a batch over updates and data-parallel ranks, and each share into micro-batches.
+
+    All shares have about equal tokens, and where there are enough sequences none is empty; those of
+    an update are cut into the same number of micro-batches.
 
     Raises:
         DataError: a sequence is longer than the budget.
     """
-    parts = partition(lengths, num_parts)
-    packs = [
-        micro_batches([lengths[row] for row in rows], max_tokens, multiple_of=multiple_of)
-        for rows in parts
-    ]
-    count = max(map(len, packs))
-    return [
-        Part(rows, pack + [[] for _ in range(count - len(pack))])
-        for rows, pack in zip(parts, packs, strict=True)
-    ]
+    shares = partition(lengths, num_updates * num_parts)
+    parts = [Part([], [], []) for _ in range(num_parts)]
+    for update in range(num_updates):
+        of_ranks = shares[update::num_updates]
+        packs = [
+            micro_batches([lengths[row] for row in rows], max_tokens, multiple_of=multiple_of)
+            for rows in of_ranks
+        ]
+        count = max(map(len, packs))
+        for part, rows, found in zip(parts, of_ranks, packs, strict=True):
+            first = len(part.rows)
+            part.rows.extend(rows)
+            part.packs.extend([first + index for index in pack] for pack in found)
+            part.packs.extend([] for _ in range(count - len(found)))
+            part.num_packs.append(count)
+    return parts
 
 
 def partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

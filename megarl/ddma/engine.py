@@ -88,6 +88,7 @@ class WeightSync:
         # that they sent, so that nothing can be sent again.
         self._goes_on = forwarded and not self._is_target
         self._attempts = 1 if forwarded else _ATTEMPTS
+        self._on_gpu = any(tensor.is_cuda for tensor in self._params.values())
         self._rest: threading.Thread | None = None
         self._failure: BaseException | None = None
         transport.register(self._params, self._messages, verify)
@@ -213,7 +214,7 @@ class WeightSync:
         Raises:
             WeightSyncError: checksums differ, also after a second attempt; receivers stay poisoned.
         """
-        if self._goes_on:
+        if self._goes_on and threading.current_thread() is not self._rest:
             self._move()
             sent = self._sent_checksums()
             self._rest = threading.Thread(target=self._end, args=(version, sent), daemon=True)
@@ -224,6 +225,29 @@ class WeightSync:
             if self._is_agreed(self._sent_checksums(), last=attempt == self._attempts):
                 break
         self._commit(version)
+
+    def send_beside(self, version: int) -> None:
+        """Start to send ``version`` beside what this trainer does next; only after `handshake`.
+
+        Its weights must not change before `settle` has returned, which raises what `transfer` would.
+        """
+        began = torch.cuda.Event() if self._on_gpu else None
+        if began is not None:
+            began.record()
+        self._rest = threading.Thread(target=self._send_all, args=(version, began), daemon=True)
+        self._rest.start()
+
+    def _send_all(self, version: int, began: torch.cuda.Event | None) -> None:
+        try:
+            if began is None:
+                self.transfer(version)
+                return
+            # In a stream of its own, so that neither waits for the other's collectives.
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_event(began)
+                self.transfer(version)
+        except (WeightSyncError, TimeoutError, ConnectionError, RuntimeError) as error:
+            self._failure = error  # raised by `settle`
 
     def _move(self) -> None:
         if self._is_target:

@@ -83,7 +83,7 @@ class GeneratorExecutor(Executor):
         poison(live)
 
     def set_step(self, step: int) -> None:
-        self._tick = step
+        self._tick, self._received_bytes = step, 0
 
     def get_output(self, channel: str) -> Sequence[Message]:
         metrics, self._metrics = self._metrics, {}
@@ -187,6 +187,7 @@ class GeneratorExecutor(Executor):
             "generator/unfinished": float(self._engine().num_unfinished),
             **{name.replace("timing_s/", "generator/timing_s/"): v for name, v in times.items()},
             "timing_s/gen": times["timing_s/gen"],
+            **{name: times[name] for name in ("timing_s/update_weights",) if name in times},
             "perf/weight_sync_bytes": float(self._received_bytes),
         }
         self._recomputed = recomputed

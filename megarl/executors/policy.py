@@ -40,7 +40,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         min_lr_ratio=trainer.min_lr_ratio,
         lr_decay_style=trainer.lr_decay_style,
         lr_warmup_steps=trainer.lr_warmup_steps,
-        lr_decay_steps=config.max_steps,
+        lr_decay_steps=config.max_steps * trainer.updates_per_batch,
         weight_decay=trainer.weight_decay,
         adam_beta1=trainer.adam_beta1,
         adam_beta2=trainer.adam_beta2,
@@ -77,6 +77,8 @@ class Policy:
         self.trainer = MegatronTrainer(self.model, optimizer_settings(config))
         if start.trainer_folder is not None:
             runtime_checkpoint.load(start.trainer_folder, self.trainer)
+            # Where updates_per_batch was another, the same share of the schedule is over.
+            self.trainer.apply_schedule(start.step * config.trainer.updates_per_batch)
         self.version = self._last_saved = start.step
 
     def _load(self, *, trainable: bool) -> MegatronModel:

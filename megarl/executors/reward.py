@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from megarl import checkpoint
+from megarl import checkpoint, recording
 from megarl.checkpoint import RunState, StartPoint
 from megarl.config import RunConfig
 from megarl.data.tokenizer import load_model_tokenizer
@@ -34,11 +34,13 @@ from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.engine import Sample
 from megarl.rollout.messages import State, pack_work, unpack_samples
 from megarl.rollout.order import OrderLog
+from megarl.rollout.recorded import write_batch
 from megarl.rollout.saved import SavedRollouts, read_rollouts, write_rollouts
 from megarl.rollout.scoring import Scorer
 from megarl.rollout.tasks import Evaluation, TaskBook
 from megarl.topology import REWARD
 from megarl.types import Control, Message, MetricValues, Orders, Report, TrainBatch
+from megarl.weights import sync_due
 from megatron_bridge.models.families import load_spec
 from megatron_bridge.models.flops import training_flops
 
@@ -96,12 +98,13 @@ class RewardExecutor(Executor):
         self._config, self._start, self._tracer = config, start, tracer
         self._around = surroundings
         self._version = self._last_saved = start.step  # that the trainer holds
+        self._generator_version = start.step  # behind where weights do not travel at every tick
         self._buffer: RolloutBuffer[Sample] = RolloutBuffer(buffer_policy(config), start.step)
         self._dispatcher = Dispatcher(
             surroundings.num_replicas, config.generator.max_running_sequences
         )
         self._batch: list[TrainBatch] | None = None
-        self._records: dict[int, dict[str, float]] = {}  # by optimizer step, until complete
+        self._records: dict[int, dict[str, float]] = {}  # by step, until complete
         self._accuracies: dict[int, float] = {}  # by version, on held-out prompts
         self._resources: list[Scorer | OrderLog] = []
 
@@ -114,6 +117,7 @@ class RewardExecutor(Executor):
         self._tasks = TaskBook(config, tokenizer)
         self._order = OrderLog(config.folder, self._start.step)
         self._resources.append(self._order)
+        recording.forget_after(config.folder, self._start.step)
         rows = MetricsTail(config.folder / METRICS_FILE).poll()
         self._accuracies = {
             row["step"]: row["val/accuracy"] for row in rows if row.get("val/accuracy") is not None
@@ -143,6 +147,9 @@ class RewardExecutor(Executor):
 
     def set_step(self, step: int) -> None:
         self._version = step
+        every, last = self._config.weights.sync_every, self._config.max_steps
+        if sync_due(step, self._start.step, last, every):
+            self._generator_version = step
         self._batch = None
         self.stopping = self._around.stop_requested()
 
@@ -221,7 +228,7 @@ class RewardExecutor(Executor):
     def _turn(self) -> None:
         """Hand out what may be started, then score what has arrived, or wait for it a little."""
         if not self.stopping:
-            for prompt_id in self._buffer.admit(self._version):
+            for prompt_id in self._buffer.admit(self._generator_version):
                 samples = range(self._config.rollout.n)
                 self._dispatcher.submit(self._tasks.train(prompt_id, samples, {}))
         samples = self._dispatcher.take()
@@ -250,7 +257,7 @@ class RewardExecutor(Executor):
             self._report_evaluation(evaluation)
 
     def _expire(self) -> None:
-        for group in self._buffer.expire(self._version, self._version):
+        for group in self._buffer.expire(self._version, self._generator_version):
             self._dispatcher.cancel(self._tasks.forget(group.prompt_id))
             if group.again:
                 samples = range(self._config.rollout.n)
@@ -261,6 +268,10 @@ class RewardExecutor(Executor):
         groups = self._buffer.take(version)
         self._order.write(version + 1, groups)
         scored = scored_batch(groups, self._tasks.prompts(g.prompt_id for g in groups))
+        if self._config.observe.record:
+            made_under = recording.settings(self._config, self._spec.vocab_size)
+            with self._tracer.span("record"):
+                write_batch(self._config.folder, version + 1, scored, made_under)
         record = self._records.setdefault(version + 1, {})
         record.update(rollout_metrics(scored, version=version))
         record.update(self._buffer.take_metrics())

@@ -1,7 +1,8 @@
 """The trainer executor: one rank of a Megatron-Core world that learns from scored rollouts.
 
 Consumes ``batch`` (its data-parallel part) and ``control``; produces ``weights`` (its live shards)
-and ``metrics``. Steps once for each non-empty batch; its version counts optimizer steps.
+and ``metrics``. Trains on each non-empty batch, in one or several optimizer steps; its version counts
+batches.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def micro_batches(batch: TrainBatch) -> list[MicroBatch]:
     tokens = batch.tokens.split(batch.lengths.tolist())
     split = {name: column.split(batch.lengths.tolist()) for name, column in columns.items()}
     result = []
-    for index in range(int(batch.num_micro_batches)):
+    for index in range(int(batch.num_micro_batches.sum())):
         rows = torch.nonzero(batch.micro_batches == index).flatten().tolist()
         if not rows:
             one = torch.zeros(1, device=device)
@@ -71,6 +73,30 @@ def micro_batches(batch: TrainBatch) -> list[MicroBatch]:
     return result
 
 
+def updates(batch: TrainBatch, parts: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
+    """Return the micro-batches ``parts`` of a batch by update."""
+    counts = batch.num_micro_batches.tolist()
+    return [parts[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def combine(results: Sequence[StepResult]) -> StepResult:
+    """Return the results of a batch's updates as one: sums and means over all their tokens, the
+    largest of maxima and gradient norms, the last learning rate.
+    """
+    if len(results) == 1:
+        return results[0]
+    num_tokens = sum(result.num_tokens for result in results)
+    loss_sum = sum(result.loss * result.num_tokens for result in results)
+    return StepResult(
+        loss=loss_sum / max(num_tokens, 1),
+        grad_norm=max(result.grad_norm for result in results),
+        lr=results[-1].lr,
+        num_tokens=num_tokens,
+        sums={name: sum(result.sums[name] for result in results) for name in results[0].sums},
+        maxima={name: max(r.maxima[name] for r in results) for name in results[0].maxima},
+    )
+
+
 def sampled_by(batch: TrainBatch, version: int) -> TrainBatch:
     """Return the batch with no loss but that of sequences which ``version`` alone sampled."""
     others = ((batch.versions >= 0) & (batch.versions != version)).split(batch.lengths.tolist())
@@ -84,6 +110,7 @@ class Surroundings:
 
     link: ExportLink
     arrive: Callable[[int], None]  # say that this rank stands at the head of a tick
+    commits: bool = False  # whether its part of a checkpoint is all of it
 
 
 class TrainerExecutor(Executor):
@@ -100,6 +127,7 @@ class TrainerExecutor(Executor):
         self._metrics: dict[str, float] = {}
         self._batch: TrainBatch | None = None
         self._reference: MegatronModel | None = None
+        self._settle: Callable[[], None] | None = None
         self._agreed = False  # with the generators, on the first batch
         self._tick_began = time.monotonic()
 
@@ -111,6 +139,10 @@ class TrainerExecutor(Executor):
     @property
     def version(self) -> int:
         return self.policy.version
+
+    def before_update(self, settle: Callable[[], None]) -> None:
+        """Call ``settle`` before the weights change."""
+        self._settle = settle
 
     def set_step(self, step: int) -> None:
         self._tick, self._batch = step, None
@@ -150,9 +182,17 @@ class TrainerExecutor(Executor):
         with self._tracer.span("update_actor"):
             if self._reference is not None:
                 parts = self._with_reference(parts, self._reference, temperature)
-            result = self.policy.trainer.train_step(
-                parts, self._loss, temperature=temperature, entropy=True
-            )
+            results = [
+                self.policy.trainer.train_step(
+                    share,
+                    self._loss,
+                    temperature=temperature,
+                    entropy=True,
+                    before_update=self._settle,
+                )
+                for share in updates(batch, parts)
+            ]
+        result = combine(results)
         self.policy.version += 1
         self._metrics |= self._step_metrics(result)
         logger.info(
@@ -256,11 +296,11 @@ class TrainerExecutor(Executor):
         }
 
     def _save(self) -> None:
-        """Write the trainer's part of a checkpoint, which the reward executor makes complete, and,
-        after the last step, the model as a Hugging Face folder.
+        """Write the trainer's part of a checkpoint, which the reward executor, where there is one,
+        makes complete, and, after the last step, the model as a Hugging Face folder.
         """
         with self._tracer.span("save_checkpoint"):
-            self.policy.save(commit=False)
+            self.policy.save(commit=self._around.commits)
         if self.version == self._config.max_steps and self._config.checkpoint.export_hf:
             with self._tracer.span("export_hf"):
                 self.policy.export(self._around.link)

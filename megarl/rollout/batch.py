@@ -94,15 +94,19 @@ def empty_batch() -> TrainBatch:
 
 
 def split_batch(scored: Scored, config: RunConfig) -> list[TrainBatch]:
-    """Return one part for each data-parallel rank: balanced by tokens, equal micro-batch counts."""
+    """Return one part for each data-parallel rank, of as many updates as a batch is to have.
+
+    Ranks and updates are balanced by tokens; in an update all ranks have as many micro-batches.
+    Samples of a prompt may go apart: their advantages are known.
+    """
     rollouts, algorithm = scored.rollouts, config.algorithm
     advantages_B = group_advantages(
         scored.rewards, rollouts.prompt_ids, algorithm.adv_estimator, algorithm.norm_adv_by_std
     )
     lengths = rollouts.lengths.tolist()
-    layout = config.trainer.layout
-    budget = config.trainer.max_tokens_per_micro_batch
-    parts = split(lengths, layout.dp, budget, layout.micro_batch_multiple)
+    trainer, layout = config.trainer, config.trainer.layout
+    budget, updates = trainer.max_tokens_per_micro_batch, trainer.updates_per_batch
+    parts = split(lengths, layout.dp, budget, layout.micro_batch_multiple, updates)
     mask_cut = config.rollout.overlong is Overlong.MASK
     return [_train_batch(rollouts, advantages_B, part, mask_cut) for part in parts]
 
@@ -134,7 +138,7 @@ def _train_batch(
         advantages=advantages_B[rows].float().repeat_interleave(lengths),
         versions=versions,
         micro_batches=member,
-        num_micro_batches=torch.tensor([len(part.packs)]),
+        num_micro_batches=torch.tensor(part.num_packs),
     )
 
 

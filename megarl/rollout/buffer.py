@@ -7,6 +7,10 @@ samples. Staleness holds by construction:
   v + max_staleness, its *deadline*: none of its tokens is older than v.
 * Groups admitted and not skipped or dropped never exceed (v + max_staleness + 1) batches. So there is
   room for each new one in the batches up to its deadline.
+* Generators may hold an older version g than the one v to train, where weights do not travel at every
+  batch. Batch v needs v + 1 batches admitted in all, and g + max_staleness + 1 may be: it can always be
+  completed if, and only if, v - g never exceeds max_staleness. With weights every k batches v - g is
+  k - 1 at most, so max_staleness must be at least k - 1.
 * A batch takes the complete groups with the earliest deadlines, if those that it leaves still have
   room in the batches up to theirs; those whose deadline it is have none. Where unfinished groups are
   in the way, the stale policy says what happens.

@@ -119,8 +119,14 @@ class MegatronTrainer:
         """Take the optimizer's float32 copies anew from the model's weights."""
         self.optimizer.reload_model_params()
 
-    def apply_schedule(self) -> None:
-        """Set the learning rate by the present settings; after a checkpoint brought its own."""
+    def apply_schedule(self, num_steps: int | None = None) -> None:
+        """Set the learning rate by the present settings; after a checkpoint brought its own.
+
+        Args:
+            num_steps: of the schedule that are over; None: those taken so far.
+        """
+        if num_steps is not None:
+            self.scheduler.num_steps = num_steps
         for group in self.optimizer.param_groups:
             group["max_lr"] = self.settings.lr
             group["min_lr"] = self.settings.lr * self.settings.min_lr_ratio
@@ -133,6 +139,7 @@ class MegatronTrainer:
         *,
         temperature: float,
         entropy: bool,
+        before_update: Callable[[], None] | None = None,
     ) -> StepResult:
         """Take one optimizer step on this data-parallel rank's micro-batches.
 
@@ -141,6 +148,7 @@ class MegatronTrainer:
             loss: is called on the last pipeline stage only, with equal metric names each time.
             temperature: logits are divided by it.
             entropy: whether the loss function wants `TokenOutputs.entropy`.
+            before_update: is called when the gradients are there and the weights still as they were.
 
         Raises:
             NonFiniteGradients: on all ranks; weights and optimizer state are as before.
@@ -162,6 +170,8 @@ class MegatronTrainer:
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()
         finite = math.isfinite(grad_norm)
+        if before_update is not None:
+            before_update()
         if finite:
             self.scheduler.step(1)
             self._clip(grad_norm)

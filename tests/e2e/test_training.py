@@ -13,6 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.executors.base import Executor
 from megarl.topology import REWARD
+from tests.chaos import consumed_prompts
 from tests.e2e.conftest import Task
 from tests.jobs import ROOT, read_rows, run_job
 
@@ -30,6 +31,10 @@ def digest_of_weights(executor: Executor) -> tuple[str, str]:
         sha.update(name.encode())
         sha.update(tensor.detach().contiguous().numpy().tobytes())
     return executor.name, sha.hexdigest()
+
+
+def nothing(executor: Executor) -> None:
+    """Look at nothing."""
 
 
 def _write_mixture(task: Task, folder: Path) -> Path:
@@ -85,23 +90,36 @@ def test_without_a_learning_rate_three_async_steps_change_no_bit_and_ratios_stay
     assert all(before[name].equal(after[name]) for name in before)
 
 
-def test_a_run_that_stops_and_resumes_gives_the_metrics_of_an_unbroken_one(
+def test_a_run_goes_on_in_another_layout_with_all_that_was_in_flight(
     task: Task, tmp_path: Path
 ) -> None:
-    common = ("mode=sync", "trainer.lr=1e-3", "trainer.lr_warmup_steps=2", "checkpoint.save_freq=2")
-    whole = task.overrides(tmp_path, *common, "name=whole", "max_steps=4")
-    run_job(QUICKSTART, whole, digest_of_weights)
-    broken = task.overrides(tmp_path, *common, "name=broken", "resume=auto")
-    run_job(QUICKSTART, (*broken, "max_steps=2"), digest_of_weights)
-    run_job(QUICKSTART, (*broken, "max_steps=4"), digest_of_weights)
-    expected, got = read_rows(tmp_path / "whole"), read_rows(tmp_path / "broken")
-    assert sorted(got) == sorted(expected) == [1, 2, 3, 4]
-    for step, row in expected.items():
-        # The same prompts and samples: every statistic of the rollouts is equal to the last bit.
-        for name in ("rollout/reward", "rollout/response_length_mean", "perf/total_tokens"):
-            assert got[step][name] == row[name], (step, name)
-        assert got[step]["actor/loss"] == pytest.approx(row["actor/loss"], rel=1e-6, abs=1e-9)
-        assert got[step]["actor/grad_norm"] == pytest.approx(row["actor/grad_norm"], rel=1e-6)
+    """From tp 2 and one replica into pp2 and two replicas: no prompt lost, the same next loss."""
+    common = ("mode=async", "max_staleness=1", "trainer.lr=1e-3", "resume=auto", "data.eval_path=")
+    odd = f"reward.path={Path(__file__).with_name('odd_length.py')}:score"
+    begun = task.overrides(tmp_path, *common, odd, "name=begun", "max_steps=3")
+
+    def run(name: str, *more: str) -> None:
+        run_job(QUICKSTART, task.overrides(tmp_path, *common, odd, f"name={name}", *more), nothing)
+
+    run_job(QUICKSTART, (*begun, "checkpoint.save_freq=2"), nothing)
+    for name in ("same", "other"):
+        shutil.copytree(tmp_path / "begun", tmp_path / name)
+        (tmp_path / name / "checkpoints" / "latest").write_text("step_000002")
+    run("same", "max_steps=3")
+    run(
+        "other",
+        "max_steps=3",
+        "trainer.layout.tp=1",
+        "trainer.layout.pp=2",
+        "generator.layout.replicas=2",
+    )
+    same, other = read_rows(tmp_path / "same"), read_rows(tmp_path / "other")
+    assert sorted(same) == sorted(other) == [1, 2, 3]
+    for key in ("actor/loss", "actor/grad_norm", "rollout/reward", "perf/total_tokens"):
+        assert other[3][key] == pytest.approx(same[3][key], rel=1e-4, abs=1e-7), key
+    for name in ("begun", "same", "other"):
+        assert consumed_prompts(tmp_path / name) == list(range(3 * 8)), name
+    assert same[3]["staleness/max"] <= 1
 
 
 def test_a_synchronous_run_with_kl_clip_and_several_ranks_of_each_kind(

@@ -70,6 +70,9 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("model.dtype=float16", ["model.dtype", "float16"]),
         ("trainer.lr_decay_style=step", ["lr_decay_style", "cosine"]),
         ("fault.timeout_seconds=0", ["fault.timeout_seconds", "above 0"]),
+        ("trainer.updates_per_batch=0", ["trainer.updates_per_batch", "at least 1", "0"]),
+        ("weights.sync_every=0", ["weights.sync_every", "at least 1", "0"]),
+        ("weights.sync_every=3", ["max_staleness", "at least 2", "sync_every=3", "got 1"]),
         ("name", ["name", "key=value"]),
     ],
 )
@@ -92,6 +95,15 @@ def test_colocated_executors_take_turns_and_have_the_same_ranks(tmp_path: Path) 
     assert (config.first_generator_rank, config.num_engine_ranks) == (0, 4)
     separate = load_config(path, ("placement=separate", *layout))
     assert (separate.first_generator_rank, separate.num_engine_ranks) == (4, 8)
+
+
+def test_weights_may_travel_less_often_where_tokens_may_be_old_enough(tmp_path: Path) -> None:
+    path = _write(tmp_path, "weights: {sync_every: 3}\n")
+    assert load_config(path, ("max_staleness=2", "eval.test_freq=6")).weights.sync_every == 3
+    with pytest.raises(ConfigError, match=r"max_staleness must be at least 2 .*, got 0$"):
+        load_config(path, ("mode=sync", "max_staleness=2"))
+    with pytest.raises(ConfigError, match=r"eval\.test_freq must be a multiple of .*=3.*, got 4"):
+        load_config(path, ("max_staleness=2", "eval.test_freq=4"))
 
 
 def test_leave_one_out_needs_two_samples(tmp_path: Path) -> None:

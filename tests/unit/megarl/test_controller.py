@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from megarl.channels.base import CommunicationChannel, CommunicationType
+from megarl.config import Placement, RunConfig, WeightsConfig
 from megarl.controller import (
     BATCH,
     COLOCATED_STAGES,
@@ -14,6 +15,7 @@ from megarl.controller import (
     WEIGHTS,
     ExecutorController,
     Stage,
+    tick_order,
     ticks,
 )
 from megarl.executors.base import Executor
@@ -102,6 +104,30 @@ def test_all_ranks_meet_the_channels_in_one_order(order: Sequence[Stage]) -> Non
     ]
     assert met[0] == met[1] == met[2]
     assert len(met[0]) == 2 * len(names)
+
+
+@pytest.mark.parametrize(
+    ("every", "all_ticks", "synced"),
+    [
+        (1, range(3), [0, 1, 2]),
+        (2, range(6), [0, 2, 4, 5]),
+        (3, range(5, 9), [5, 6, 8]),  # resumed between two transfers
+        (4, range(1, 3), [1, 2]),
+        (4, range(7, 8), [7]),
+    ],
+)
+@pytest.mark.parametrize("placement", list(Placement))
+def test_weights_travel_at_the_same_ticks_on_every_rank(
+    every: int, all_ticks: range, synced: list[int], placement: Placement
+) -> None:
+    order = tick_order(RunConfig(placement=placement, weights=WeightsConfig(sync_every=every)))
+    assert len(order) == len(STAGES)
+    for name in ("trainer", "generator", "reward"):
+        events = _run(order, name, all_ticks=all_ticks)
+        seen = [event for event in events if event == WEIGHTS or event.startswith("tick ")]
+        before = [seen[i - 1] for i, event in enumerate(seen) if event == WEIGHTS]
+        assert before == [f"tick {tick}" for tick in synced]
+        assert events.count("step") == events.count(BATCH) == len(all_ticks)
 
 
 def test_a_stop_ends_the_run_after_the_tick_is_saved() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -19,19 +20,24 @@ from megarl.config import (
     FaultConfig,
     Mode,
     ModelConfig,
+    ObserveConfig,
     Resume,
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    WeightsConfig,
 )
 from megarl.data.starting_model import write_starting_model
 from megarl.errors import ChannelTimeout
 from megarl.executors.reward import MetricSink, RewardExecutor, Surroundings
 from megarl.observe.trace import Tracer
+from megarl.recording import recorded_steps
+from megarl.rollout.batch import split_batch
 from megarl.rollout.engine import Sample, SampleRequest
 from megarl.rollout.messages import State, Work, pack_samples, unpack_work
+from megarl.rollout.recorded import read_batch
 from megarl.rollout.saved import read_rollouts
-from megarl.types import MetricValues, Orders, Report, TrainBatch
+from megarl.types import MetricValues, Orders, Report, TrainBatch, field_tensors
 
 Answer = Callable[[int, Report], tuple[Orders, bool]]
 BATCH, N, REPLICAS = 2, 2, 2
@@ -194,6 +200,32 @@ def test_every_tick_has_a_full_fresh_batch_and_each_prompt_is_trained_once(
     assert len({request.request_id for request in replicas.asked}) == 12 * N
 
 
+def test_replicas_that_lag_are_given_only_what_the_bound_has_room_for(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    weights = WeightsConfig(sync_every=3)
+    config = _make_config(tmp_path, model_folder, max_staleness=2, weights=weights)
+    replicas, looks = _FakeReplicas(), cycle((False, True))  # so that each tick serves, then ends
+    around = replace(
+        _make_surroundings(replicas, lambda step, metrics: None),
+        has_arrived=lambda tick: next(looks),
+    )
+    executor = RewardExecutor(config, StartPoint(step=1), around, Tracer("reward", 0))
+    executor.init()
+    with closing(executor):
+        for version, held in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3)):
+            executor.set_step(version)
+            replicas.version = held
+            executor.prepare()
+            (batch,) = executor.get_output("batch")
+            assert isinstance(batch, TrainBatch)
+            assert int(batch.versions[batch.versions >= 0].min()) >= version - 2
+            executor.step()
+            # Prompts are numbered from the run's begin: those of held + 2 + 1 batches have started.
+            assert executor._buffer.next_prompt_id == (held + 3) * BATCH
+    assert len({request.request_id for request in replicas.asked}) == 5 * BATCH * N
+
+
 def test_a_resumed_run_trains_on_what_was_finished_and_goes_on_with_what_was_begun(
     tmp_path: Path, model_folder: Path
 ) -> None:
@@ -221,6 +253,26 @@ def test_a_resumed_run_trains_on_what_was_finished_and_goes_on_with_what_was_beg
     assert sorted(request.generated for request in continued) == sorted(begun.values())
     assert len(continued) == N
     assert all(request.versions == (1,) for request in continued)
+
+
+def test_what_is_recorded_is_what_the_trainer_is_given_and_a_resumed_run_records_its_own(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    config = _make_config(tmp_path, model_folder, observe=ObserveConfig(record=True))
+    replicas = _FakeReplicas()
+    with _executor(config, replicas) as executor:
+        trained = [_tick(executor, replicas, version) for version in range(3)]
+        (given,) = executor.get_output("batch")
+    assert recorded_steps(config.folder) == [1, 2, 3]
+    for step, prompts in enumerate(trained, start=1):
+        rollouts = read_batch(config.folder, step).rollouts
+        assert rollouts.prompt_ids.tolist() == [p for p in prompts for _ in range(N)]
+        assert rollouts.sample_ids.tolist() == list(range(N)) * BATCH
+    (again,) = split_batch(read_batch(config.folder, 3), config)
+    pairs = zip(field_tensors(again), field_tensors(given), strict=True)
+    assert all(ours.equal(theirs) for ours, theirs in pairs)
+    with _executor(config, _FakeReplicas(), StartPoint(step=1)):
+        assert recorded_steps(config.folder) == [1]
 
 
 def test_a_run_without_rollouts_in_flight_begins_behind_the_prompts_it_has_trained_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,54 @@ def test_every_sequence_reaches_one_rank_whole_with_its_advantage(layout: Traine
     # Balanced by tokens: no rank has more than the mean and the longest sequence.
     loads = [int(part.lengths.sum()) for part in parts]
     assert max(loads) <= sum(loads) / len(loads) + max(PROMPT + row[2] for row in rows)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("num_updates", [2, 3])
+def test_updates_share_a_batch_evenly_and_meet_on_all_ranks(num_updates: int, dp: int) -> None:
+    generator = random.Random(2)
+    rows = [
+        (prompt, sample, generator.randint(1, 40)) for prompt in range(6) for sample in range(4)
+    ]
+    scored = _make_scored(_make_rollouts(rows), [float(generator.randint(0, 1)) for _ in rows])
+    trainer = TrainerConfig(layout=TrainerLayout(dp=dp), max_tokens_per_micro_batch=64)
+    whole = split_batch(scored, RunConfig(trainer=trainer))
+    parts = split_batch(scored, RunConfig(trainer=replace(trainer, updates_per_batch=num_updates)))
+    assert len(parts) == dp
+    # The same sequences with the same columns, each once; advantages are those of whole groups.
+    merged = [_sequences(part) for part in parts]
+    assert sum(map(len, merged)) == len(rows)
+    expected = {k: v for part in whole for k, v in _sequences(part).items()}
+    assert {k: v for each in merged for k, v in each.items()} == expected
+    (counts,) = {tuple(part.num_micro_batches.tolist()) for part in parts}
+    assert len(counts) == num_updates
+    longest = max(PROMPT + row[2] for row in rows)
+    loads = []
+    for part in parts:
+        sizes = [0] * sum(counts)
+        for length, member in zip(part.lengths.tolist(), part.micro_batches.tolist(), strict=True):
+            sizes[member] += length
+        assert max(sizes) <= 64
+        ends = [sum(counts[: update + 1]) for update in range(num_updates)]
+        loads += [sum(sizes[end - n : end]) for n, end in zip(counts, ends, strict=True)]
+    assert max(loads) <= sum(loads) / len(loads) + longest
+    assert min(loads) >= sum(loads) / len(loads) - longest
+
+
+def test_one_update_is_cut_as_without_the_setting_and_the_smallest_batch_reaches_all() -> None:
+    rows = [(prompt, sample, 5 + sample) for prompt in range(2) for sample in range(2)]
+    scored = _make_scored(_make_rollouts(rows), [0.0, 1.0, 0.0, 1.0])
+    config = RunConfig(trainer=TrainerConfig(layout=TrainerLayout(dp=2), updates_per_batch=2))
+    for part in split_batch(scored, config):
+        assert (part.num_micro_batches.tolist(), sorted(part.micro_batches.tolist())) == (
+            [1, 1],
+            [0, 1],
+        )
+    (part,) = split_batch(scored, RunConfig())
+    assert (part.num_micro_batches.tolist(), part.tokens.tolist()) == (
+        [1],
+        scored.rollouts.tokens.tolist(),
+    )
 
 
 def test_batches_are_cut_in_a_deterministic_way() -> None:

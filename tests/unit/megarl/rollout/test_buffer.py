@@ -190,6 +190,7 @@ class _Run:
     dice: random.Random
     books: _Books
     lag: float = 0.0  # how often the generators' weights stay behind
+    sync_every: int = 0  # batches from one transfer of weights to the next; 0: as ``lag`` has it
     restart: float = 0.0  # how often the run begins anew from its checkpoint
     buffer: RolloutBuffer[Sample] = field(init=False)
     version: int = 0
@@ -222,6 +223,7 @@ class _Run:
             return None
         # All that was started has ended: only weights can be missing, or what they let start.
         assert self.generator_version < self.version, "deadlock"
+        assert not self.sync_every, "deadlock until a transfer that does not come"
         self.generator_version = self.version
         return None
 
@@ -236,9 +238,14 @@ class _Run:
         self.books.consume(prompts, self.version)
         self.batches.append(prompts)
         self.version += 1
-        if self.dice.random() >= self.lag:
+        if self.is_synced():
             self.generator_version = self.version
         self.books.compare(self.buffer)
+
+    def is_synced(self) -> bool:
+        if self.sync_every:
+            return self.version % self.sync_every == 0
+        return self.dice.random() >= self.lag
 
     def expire(self) -> None:
         for group in self.buffer.expire(self.version, self.generator_version):
@@ -309,6 +316,57 @@ def test_any_order_of_completion_keeps_the_bound_and_loses_no_prompt(
     assert run.version == num_batches
     if policy.stale_policy is StalePolicy.WAIT and not run.books.skipped:
         assert run.books.num_started == num_batches * policy.batch_groups  # nothing left over
+
+
+@long
+@given(
+    policy=policies,
+    order=st.sampled_from(ORDERS),
+    seed=st.integers(0, 1 << 32),
+    share=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    sync_every=st.integers(1, 4),
+    more=st.integers(0, 3),
+    restart=st.sampled_from([0.0, 0.02]),
+)
+def test_with_weights_at_every_kth_batch_a_staleness_of_k_minus_1_never_stops_a_run(
+    policy: BufferPolicy,
+    order: Order,
+    seed: int,
+    share: float,
+    sync_every: int,
+    more: int,
+    restart: float,
+) -> None:
+    num_batches = EVENTS // (policy.batch_groups * policy.group_size + 1)
+    policy = replace(policy, max_staleness=sync_every - 1 + more, last_version=num_batches)
+    run = _Run(
+        policy=policy,
+        order=order,
+        dice=random.Random(seed),
+        books=_Books(policy=policy, uniform=_uniform(seed, share, policy.group_size)),
+        sync_every=sync_every,
+        restart=restart,
+    )
+    run.go_on(num_batches)  # the books hold every batch against the versions that sampled it
+    assert run.version == num_batches
+
+
+@pytest.mark.parametrize("sync_every", [2, 3, 4])
+@pytest.mark.parametrize("stale_policy", StalePolicy)
+def test_with_less_staleness_no_prompt_may_start_for_the_batch_before_a_transfer(
+    sync_every: int, stale_policy: StalePolicy
+) -> None:
+    policy = _make_policy(max_staleness=sync_every - 2, stale_policy=stale_policy)
+    run = _Run(
+        policy=policy,
+        order=_random,
+        dice=random.Random(0),
+        books=_Books(policy=policy, uniform=lambda prompt: False),
+        sync_every=sync_every,
+    )
+    with pytest.raises(AssertionError, match="deadlock"):
+        run.go_on(sync_every)
+    assert (run.version, run.generator_version) == (sync_every - 1, 0)
 
 
 def _on_policy_batches(policy: BufferPolicy, uniform: Callable[[int], bool], count: int) -> list:
