@@ -136,21 +136,25 @@ class GeneratorExecutor(Executor):
         began = time.monotonic()
         self._num_tokens = 0
         state = State.GO
-        reported = 0.0
         while state is State.GO:
             with self._tracer.span("gen"):
-                while self._engine().num_unfinished and not self._is_due(reported):
-                    self._unreported += self._engine().step()
-                if self._engine().num_unfinished or self._unreported:
-                    state = self._report()
-            if state is State.GO and not self._engine().num_unfinished:
+                state = self._decode()
+            if state is State.GO:
                 with self._tracer.span("wait/orders", SpanKind.WAIT):
                     state = self._report()  # answered when there is something to do
-            reported = time.monotonic()
         if state is State.HAND_OVER:
             self._hand_over()
         self._metrics = self._step_metrics(time.monotonic() - began) | self._contract
         self._contract = {}
+
+    def _decode(self) -> State:
+        """Decode and report until nothing is unfinished or the orders end the tick."""
+        state, reported = State.GO, 0.0
+        while state is State.GO and self._engine().num_unfinished:
+            self._unreported += self._engine().step()
+            if self._is_due(reported):
+                state, reported = self._report(), time.monotonic()
+        return self._report() if state is State.GO and self._unreported else state
 
     def _is_due(self, reported: float) -> bool:
         return self._replica.client.agree(time.monotonic() - reported >= _REPORT_SECONDS)

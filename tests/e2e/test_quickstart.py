@@ -44,7 +44,7 @@ def test_rollouts_get_better_and_longer(run: Path) -> None:
     assert summary["response_length_last"] >= 1.5 * summary["response_length_first"]
     assert summary["accuracy_before"] <= 0.5
     assert summary["accuracy_after"] >= 0.75
-    assert summary["staleness_mean"] == pytest.approx((MAX_STEPS - 1) / MAX_STEPS)
+    assert 0 < summary["staleness_mean"] <= 1  # the bound; less where the trainer waited
     for key in ("wall_seconds", "weight_sync_seconds_mean"):
         assert summary[key] > 0
     for key in ("trainer_idle_ratio", "generator_idle_ratio"):
