@@ -140,7 +140,7 @@ class WeightsConfig:
     forwarding: WeightForwarding = WeightForwarding.AUTO  # auto, none, ring or spread
     verify: Verify = Verify.SAMPLED  # none, sampled or full: checksums of each transfer
     slots: int = 2  # rounds of messages in flight on a rank
-    chunk_mib: float = 64.0  # staging memory of one round
+    chunk_mib: float = 72.0  # memory of one round
     message_mib: float = 32.0  # largest message
     sync_every: int = 1  # batches from one transfer to the next: see docs/async.md
     cluster: str = ""  # YAML file of link speeds, for predictions and weights.forwarding=auto

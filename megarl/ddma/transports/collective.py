@@ -61,13 +61,18 @@ class Window:
     """How much a rank has in flight: ``slots`` rounds of at most these sizes."""
 
     slots: int = 2
-    chunk_bytes: int = 64 << 20  # staging memory of a round; a larger message stands alone
+    chunk_bytes: int = 72 << 20  # of a round; a larger message stands alone
     max_messages: int = 256  # of a round
 
     @property
     def limit_bytes(self) -> int:
-        """Most staging memory, where no single message exceeds a chunk."""
+        """Most memory that a transfer takes, where no single message exceeds a chunk."""
         return self.slots * self.chunk_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """What messages may fill of a chunk; the rest is for all else that a process grows by."""
+        return self.chunk_bytes * 15 // 16
 
 
 class CollectiveTransport(Transport):
@@ -159,7 +164,7 @@ class CollectiveTransport(Transport):
             if current.messages and (
                 full
                 or (forwards and message.step != current.messages[-1].step)
-                or (size and current.staged_bytes + size > window.chunk_bytes)
+                or (size and current.staged_bytes + size > window.staged_bytes)
                 or supply == len(rounds) - 1
             ):
                 current = _Round()
