@@ -182,9 +182,9 @@ class RewardExecutor(Executor):
                 self._dispatcher.submit(group, first=True)
         if self._version < self._config.max_steps and not self.stopping:
             with self._tracer.span("collect", SpanKind.WAIT):
-                while not self._buffer.is_ready(self._version):
-                    self._turn()
-                    self._expire()
+                self._serve_until(
+                    lambda: self._buffer.is_ready(self._version), "the batch", self._expire
+                )
             self._batch = self._make_batch()
         if self._around.closes_before_batch:
             self._close()
@@ -215,8 +215,10 @@ class RewardExecutor(Executor):
         """Serve to the end: evaluations are done, and the trainer has arrived where it works too."""
         early = self._around.closes_before_batch
         with self._tracer.span("serve", SpanKind.WAIT):
-            while self._tasks.evaluating or not (early or self._has_arrived()):
-                self._turn()
+            self._serve_until(
+                lambda: not self._tasks.evaluating and (early or self._has_arrived()),
+                "evaluations" if early else "evaluations and the trainer",
+            )
             self._dispatcher.close(hand_over=self._save_due())
             self._server.close()
 
@@ -225,8 +227,33 @@ class RewardExecutor(Executor):
         work = self._dispatcher.answer(replica, unpack_samples(report))
         return pack_work(work, self._tasks.eos), work.state is State.BOUNDARY
 
-    def _turn(self) -> None:
-        """Hand out what may be started, then score what has arrived, or wait for it a little."""
+    def _serve_until(
+        self, is_done: Callable[[], bool], what: str, between: Callable[[], None] | None = None
+    ) -> None:
+        """Serve until ``is_done``; call ``between`` after each turn.
+
+        Raises:
+            ChannelTimeout: no sample has arrived for ``fault.timeout_seconds``; says what lacks.
+        """
+        seconds, since = self._config.fault.timeout_seconds, time.monotonic()
+        while not is_done():
+            arrived = self._turn()
+            if between is not None:
+                between()
+            if arrived:
+                since = time.monotonic()
+            elif time.monotonic() - since > seconds:
+                raise ChannelTimeout(
+                    f"step {self._version + 1} waits for {what}, and no sample has arrived for "
+                    f"{seconds:g} s: {self._buffer.describe(self._version)}"
+                )
+
+    def _turn(self) -> bool:
+        """Hand out what may be started, then score what has arrived, or wait for it a little.
+
+        Returns:
+            Whether samples had arrived.
+        """
         if not self.stopping:
             for prompt_id in self._buffer.admit(self._generator_version):
                 samples = range(self._config.rollout.n)
@@ -238,6 +265,7 @@ class RewardExecutor(Executor):
             self._around.say(f"serving {self._around.num_replicas} replicas")
             self._dispatcher.wait(_LOOK_SECONDS)
             self._server.check()
+        return bool(samples)
 
     def _score(self, samples: Sequence[Sample]) -> None:
         tasks = [self._tasks.finish(sample) for sample in samples]

@@ -316,6 +316,25 @@ def test_where_the_trainer_needs_the_replicas_ranks_they_are_done_before_it_gets
         executor.close()
 
 
+def test_a_batch_that_never_completes_ends_the_run_and_says_what_it_waits_for(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    config = _make_config(
+        tmp_path, model_folder, mode=Mode.SYNC, fault=FaultConfig(timeout_seconds=1.0)
+    )
+    replicas = _FakeReplicas(slow=frozenset({1}))
+    with _executor(config, replicas) as executor:
+        executor.set_step(0)
+        waits = (
+            rf"step 1 waits for the batch, and no sample has arrived for 1 s: "
+            rf"{BATCH - 1} of {BATCH} groups are complete, {BATCH} admitted, .* in the way: \[1\]"
+        )
+        with pytest.raises(ChannelTimeout, match=waits):
+            executor.prepare()
+        executor._dispatcher.close(hand_over=False)
+        replicas.close()
+
+
 def test_numbers_of_three_replicas_are_reported_as_their_mean() -> None:
     emitted: dict[int, dict[str, float]] = {}
     around = _make_surroundings(_FakeReplicas(), emitted.__setitem__)
