@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch.distributed import BroadcastOptions
-
+from megarl.channels import link
 from megarl.channels.base import CommunicationChannel, CommunicationType
-from megarl.channels.wire import HEADER_LENGTH, pack, payload_length, unpack
 from megarl.errors import ChannelError
 from megarl.executors.base import Executor
 from megarl.observe.trace import SpanKind, Tracer
@@ -72,22 +69,12 @@ class CollectiveChannel(CommunicationChannel):
             raise ChannelError(
                 f"channel {self.name!r} carries {self._type.__name__}, got {type(message).__name__}"
             )
-        for offset, tensor in enumerate(pack(message)):
-            if tensor.numel():
-                work = self._world.control.send([tensor], target, self._tag + offset)
-                self._world.wait(work, f"sending in {self._where(target)}")
+        world, label = self._world, f"sending in {self._where(target)}"
+        link.send(world.control, world.wait, message, target, self._tag, label)
 
     def _receive(self, source: int) -> Message:
-        where = self._where(source)
-        header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
-        self._world.wait(
-            self._world.control.recv([header], source, self._tag), f"waiting in {where}"
-        )
-        payload = torch.empty(payload_length(header, where), dtype=torch.uint8)
-        if payload.numel():
-            work = self._world.control.recv([payload], source, self._tag + 1)
-            self._world.wait(work, f"waiting in {where}")
-        return unpack(self._type, header, payload, where)
+        world, label = self._world, f"waiting in {self._where(source)}"
+        return link.receive(world.control, world.wait, self._type, source, self._tag, label)
 
     def _fan_out(self, group: Group | None, message: Message | None, root: int) -> Message:
         """Broadcast the group's first rank's message to all its ranks; all of them enter."""
@@ -96,19 +83,7 @@ class CollectiveChannel(CommunicationChannel):
             return message
         at_root = self._world.rank == root
         where = f"channel {self.name!r} with its receivers" if at_root else self._where(root)
-        options = BroadcastOptions()
-        options.rootRank = 0
-        header, payload = (
-            pack(message)
-            if message is not None
-            else (torch.empty(HEADER_LENGTH, dtype=torch.int64), None)
-        )
-        self._world.wait(group.broadcast([header], options), f"waiting in {where}")
-        if payload is None:
-            payload = torch.empty(payload_length(header, where), dtype=torch.uint8)
-        if payload.numel():
-            self._world.wait(group.broadcast([payload], options), f"waiting in {where}")
-        return message if message is not None else unpack(self._type, header, payload, where)
+        return link.fan_out(group, self._world.wait, self._type, message, f"waiting in {where}")
 
 
 class BroadcastChannel(CollectiveChannel):

@@ -11,29 +11,13 @@ import threading
 from collections.abc import Callable
 
 import torch
-from torch.distributed import BroadcastOptions
 
-from megarl.channels.wire import HEADER_LENGTH, M, pack, payload_length, unpack
+from megarl.channels import link
 from megarl.topology import GENERATOR, REWARD
-from megarl.types import Message, Orders, Report
-from megarl.world import Group, World, timed_wait
+from megarl.types import Orders, Report
+from megarl.world import World, timed_wait
 
 _REPORT_TAG, _ORDERS_TAG = 0x5200, 0x5300  # apart from those of channels
-
-
-def _send(group: Group, wait: Callable, message: Message, peer: int, tag: int, what: str) -> None:
-    for offset, tensor in enumerate(pack(message)):
-        if tensor.numel():
-            wait(group.send([tensor], peer, tag + offset), f"sending {what}")
-
-
-def _receive(group: Group, wait: Callable, kind: type[M], peer: int, tag: int, what: str) -> M:
-    header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
-    wait(group.recv([header], peer, tag), f"waiting for {what}")
-    payload = torch.empty(payload_length(header, what), dtype=torch.uint8)
-    if payload.numel():
-        wait(group.recv([payload], peer, tag + 1), f"waiting for {what}")
-    return unpack(kind, header, payload, what)
 
 
 class RequestClient:
@@ -53,38 +37,24 @@ class RequestClient:
         if self._replica is None:
             return due
         flag = torch.tensor([int(due)])
-        self._world.wait(self._replica.broadcast([flag], _from_head()), "the head's decision")
+        work = self._replica.broadcast([flag], link.from_first_rank())
+        self._world.wait(work, "the head's decision")
         return bool(flag)
 
     def exchange(self, report: Report) -> Orders:
         """Bring a report to the reward executor and its orders to all ranks of the replica."""
         world, orders = self._world, None
         if self.is_head:
-            what = f"{{}} with {world.describe(self._server)}"
-            control, wait = world.control, world.wait
-            _send(control, wait, report, self._server, _REPORT_TAG, what.format("a report"))
-            orders = _receive(
-                control, wait, Orders, self._server, _ORDERS_TAG, what.format("orders")
-            )
+            control, wait, server = world.control, world.wait, self._server
+            peer = world.describe(server)
+            link.send(control, wait, report, server, _REPORT_TAG, f"sending a report with {peer}")
+            label = f"waiting for orders with {peer}"
+            orders = link.receive(control, wait, Orders, server, _ORDERS_TAG, label)
         if self._replica is None:
             assert orders is not None
             return orders
-        return self._pass_on(self._replica, orders)
-
-    def _pass_on(self, group: Group, orders: Orders | None) -> Orders:
-        header, payload = pack(orders) if orders else (torch.empty(HEADER_LENGTH).long(), None)
-        self._world.wait(group.broadcast([header], _from_head()), "orders from the replica's head")
-        if payload is None:
-            payload = torch.empty(payload_length(header, "orders"), dtype=torch.uint8)
-        if payload.numel():
-            self._world.wait(group.broadcast([payload], _from_head()), "orders from the head")
-        return orders or unpack(Orders, header, payload, "orders from the replica's head")
-
-
-def _from_head() -> BroadcastOptions:
-    options = BroadcastOptions()
-    options.rootRank = 0
-    return options
+        label = "orders from the replica's head"
+        return link.fan_out(self._replica, world.wait, Orders, orders, label)
 
 
 Answer = Callable[
@@ -131,14 +101,15 @@ class RequestServer:
 
     def _serve(self, replica: int, head: int) -> None:
         world = self._world
-        where = f"rank {world.rank} ({world.label}): {{}} with {world.describe(head)}"
+        control, wait, peer = world.control, self._wait, world.describe(head)
+        me = f"rank {world.rank} ({world.label})"
+        receiving = f"{me}: waiting for a report with {peer}"
+        sending = f"{me}: sending orders with {peer}"
         try:
             is_last = False
             while not is_last:
-                report = _receive(
-                    world.control, self._wait, Report, head, _REPORT_TAG, where.format("a report")
-                )
+                report = link.receive(control, wait, Report, head, _REPORT_TAG, receiving)
                 orders, is_last = self._answer(replica, report)
-                _send(world.control, self._wait, orders, head, _ORDERS_TAG, where.format("orders"))
+                link.send(control, wait, orders, head, _ORDERS_TAG, sending)
         except Exception as error:  # noqa: BLE001 - the thread's own edge: `check` raises it
             self._failures.append(error)
