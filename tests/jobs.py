@@ -11,10 +11,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megarl.config import RunConfig
 from megarl.config_file import load_config
@@ -36,6 +39,20 @@ def start_command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
         text=True,
         **options,
     )
+
+
+@contextmanager
+def launched(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start ``megarl ARGUMENTS``; nothing of it is left after the block."""
+    launcher = start_command(*arguments)
+    try:
+        yield launcher
+    finally:
+        if launcher.poll() is None:
+            for child in psutil.Process(launcher.pid).children(recursive=True):
+                child.kill()
+            launcher.kill()
+        launcher.wait()
 
 
 def run_command(*arguments: str, timeout: float = 300.0) -> str:

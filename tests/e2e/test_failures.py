@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Task
-from tests.jobs import ROOT, start_command
+from tests.jobs import ROOT, launched, start_command
 
 pytestmark = pytest.mark.e2e
 
@@ -39,16 +39,9 @@ def _wait_for_step(folder: Path, step: int, launcher: subprocess.Popen[str]) -> 
 def endless_run(task: Task, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A run in its third step that would go on for long."""
     overrides = task.overrides(tmp_path, "name=long", "max_steps=100000", "data.eval_path=")
-    launcher = start_command("train", QUICKSTART, *overrides)
-    try:
+    with launched("train", QUICKSTART, *overrides) as launcher:
         _wait_for_step(tmp_path / "long", 3, launcher)
         yield launcher, tmp_path / "long"
-    finally:
-        if launcher.poll() is None:
-            for child in psutil.Process(launcher.pid).children(recursive=True):
-                child.kill()
-            launcher.kill()
-        launcher.wait()
 
 
 @pytest.mark.parametrize(

@@ -7,30 +7,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.e2e.conftest import Task
-from tests.jobs import ROOT, start_command
+from tests.jobs import ROOT, launched
 
 pytestmark = pytest.mark.e2e
-
-
-@contextmanager
-def _launched(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    launcher = start_command(*arguments)
-    try:
-        yield launcher
-    finally:
-        if launcher.poll() is None:
-            for child in psutil.Process(launcher.pid).children(recursive=True):
-                child.kill()
-            launcher.kill()
-        launcher.wait()
 
 
 def _until(launcher: subprocess.Popen[str], reached: Callable[[], bool], what: str) -> None:
@@ -64,7 +50,7 @@ def test_a_generator_that_stands_still_is_named_with_its_waiters_and_its_stacks(
     )
     folder = tmp_path / "still"
     metrics = folder / "metrics.jsonl"
-    with _launched("train", str(ROOT / "configs" / "quickstart.yaml"), *overrides) as launcher:
+    with launched("train", str(ROOT / "configs" / "quickstart.yaml"), *overrides) as launcher:
         _until(
             launcher, lambda: metrics.is_file() and '"step": 2,' in metrics.read_text(), "step 2"
         )
@@ -93,7 +79,7 @@ def test_a_job_starts_again_from_its_newest_checkpoint_after_a_silence_and_a_dea
     task: Task, tmp_path: Path
 ) -> None:
     folder = tmp_path / "again"
-    with _launched(
+    with launched(
         "sft",
         str(ROOT / "configs" / "quickstart_sft.yaml"),
         f"run_dir={tmp_path}",
@@ -126,7 +112,7 @@ def test_a_mistake_of_the_user_is_not_started_again(task: Task, tmp_path: Path) 
     latest = tmp_path / "damaged" / "checkpoints" / "latest"
     latest.parent.mkdir(parents=True)
     latest.write_text("step_000020")  # which is not there
-    with _launched(
+    with launched(
         "sft",
         str(ROOT / "configs" / "quickstart_sft.yaml"),
         f"run_dir={tmp_path}",
