@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from megarl.config import RunConfig
-from megarl.ddma.quantize import quantize_blockwise, quantize_per_tensor
 from megarl.errors import ContractError, WeightSyncError
 from megarl.types import TrainBatch
 from megatron_bridge.io.hf import stream_params
 from megatron_bridge.parallel import Quantization
+from megatron_bridge.quantize import quantize_blockwise, quantize_per_tensor
 from megatron_bridge.spec import LocalParam, RankManifest
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,6 +13,10 @@ class PlanError(BridgeError, ValueError):
     """A layout that cannot be planned, or a plan that fails its proof."""
 
 
+class QuantizationError(BridgeError, ArithmeticError):
+    """Weights that FP8 cannot hold, or scales that are not those of their weight."""
+
+
 class LayoutError(BridgeError, ValueError):
     """A parallel layout that this machine, or this model, cannot run."""
 

@@ -1,10 +1,10 @@
 """FP8 (e4m3) for weights: quantisation in blocks of 128 x 128, or with one scale for a tensor.
 
-`megarl.ddma` calls it, before a transfer or after, whichever end the plan says. Scales are those
-of DeepSeek's checkpoints and of vLLM (`weight_scale_inv`, `weight_scale`): w is about q * scale,
-with scale = largest |w| / 448. A block's bits depend on that block alone, so that any
-block-aligned region of a weight gives the bits of the same region of the quantised whole, on
-either end, at any chunking, from bfloat16 or from the same values in float32.
+`megarl.ddma` calls it, before a transfer or after, whichever end the plan says, and `convert` for
+each window of a file. Scales are those of DeepSeek's checkpoints and of vLLM (`weight_scale_inv`,
+`weight_scale`): w is about q * scale, with scale = largest |w| / 448. A block's bits depend on that
+block alone, so that any block-aligned region of a weight gives the bits of the same region of the
+quantised whole, on either end, at any chunking, from bfloat16 or from the same values in float32.
 
 A weight is read in tiles of whole blocks; temporary memory is a few tiles in float32.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.errors import WeightSyncError
+from megatron_bridge.errors import QuantizationError
 from megatron_bridge.operations import BLOCK
 
 FP8 = torch.float8_e4m3fn
@@ -44,7 +44,7 @@ def quantize_blockwise(weight: Tensor, out: Tensor, scales: Tensor) -> None:
         scales: [ceil(R / 128), ceil(C / 128)] float32
 
     Raises:
-        WeightSyncError: shapes or dtypes do not fit, or a value is not finite; the outputs are
+        QuantizationError: shapes or dtypes do not fit, or a value is not finite; the outputs are
             garbage then. Looking for such values waits for the device once.
     """
     _check(weight, out, scales, _num_blocks(weight))
@@ -155,24 +155,24 @@ def _divide(values: Tensor, scale: Tensor, out: Tensor) -> None:
 
 def _check(weight: Tensor, quantized: Tensor, scales: Tensor, num_scales: tuple[int, ...]) -> None:
     if weight.dim() != 2 or weight.dtype not in _FLOATS:
-        raise WeightSyncError(
+        raise QuantizationError(
             f"FP8: a weight is {list(weight.shape)} of {weight.dtype}, expected a matrix of "
             "bfloat16, float16 or float32"
         )
     if quantized.shape != weight.shape or quantized.dtype != FP8:
-        raise WeightSyncError(
+        raise QuantizationError(
             f"FP8: quantised values are {list(quantized.shape)} of {quantized.dtype}, expected "
             f"{list(weight.shape)} of {FP8}"
         )
     if scales.shape != num_scales or scales.dtype != torch.float32:
-        raise WeightSyncError(
+        raise QuantizationError(
             f"FP8: scales are {list(scales.shape)} of {scales.dtype}, expected {list(num_scales)} "
             f"of torch.float32 for a weight {list(weight.shape)}"
         )
 
 
 def _refuse(weight: Tensor, where: str) -> NoReturn:
-    raise WeightSyncError(
+    raise QuantizationError(
         f"FP8: {where} of a weight {list(weight.shape)} of {weight.dtype} holds a value that is "
         "not finite, expected finite values"
     )

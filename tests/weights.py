@@ -11,12 +11,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megarl.ddma.quantize import quantize_blockwise, quantize_per_tensor
 from megatron_bridge.layouts.megatron import megatron_side
 from megatron_bridge.layouts.vllm import vllm_side
 from megatron_bridge.models.checks import layers_of_stage
 from megatron_bridge.parallel import GeneratorLayout, Quantization, TrainerLayout
 from megatron_bridge.plan import PlanPolicy, TransferPlan, plan
+from megatron_bridge.quantize import quantize_blockwise, quantize_per_tensor
 from megatron_bridge.spec import ModelSpec
 from tests.unit.megatron_bridge.oracle import (
     Tensors,

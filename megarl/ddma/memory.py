@@ -7,21 +7,32 @@ follow one another, aligned (`Message.offsets`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megarl.ddma.checksums import SampledChecksums, Verify, checksums
-from megarl.ddma.quantize import FP8, quantize_blockwise, quantize_per_tensor
+from megarl.errors import WeightSyncError
 from megatron_bridge.box import Box
+from megatron_bridge.errors import QuantizationError
 from megatron_bridge.operations import AFTER, BLOCK, SCALE_BYTES, Message, Operation
+from megatron_bridge.quantize import FP8, quantize_blockwise, quantize_per_tensor
+
+Quantizer = Callable[[Tensor, Tensor, Tensor], None]  # of a weight: its elements and scales
 
 
 def _block_box(box: Box) -> tuple[slice, ...]:
     """Return which scales belong to the elements of ``box``."""
     pairs = zip(box.start, box.stop, strict=True)
     return tuple(slice(low // BLOCK, -(-high // BLOCK)) for low, high in pairs)
+
+
+def _quantize(how: Quantizer, weight: Tensor, elements: Tensor, scales: Tensor) -> None:
+    try:
+        how(weight, elements, scales)
+    except QuantizationError as error:
+        raise WeightSyncError(str(error)) from error
 
 
 class Memory:
@@ -91,7 +102,7 @@ class Memory:
                 elements.copy_(source)
                 scales.copy_(self.params[item.scales][_block_box(item.source_box)])
             else:
-                quantize_blockwise(source, elements, scales)
+                _quantize(quantize_blockwise, source, elements, scales)
 
     def unpack(self, message: Message, staged: Tensor) -> None:
         """Write a message's bytes, [nbytes] uint8, where they belong."""
@@ -112,7 +123,7 @@ class Memory:
             target.copy_(source)
             scales.copy_(self.params[item.scales][_block_box(item.source_box)])
         else:
-            quantize_blockwise(source, target, scales)
+            _quantize(quantize_blockwise, source, target, scales)
 
     def arrived(self, message: Message) -> None:
         """Quantise what is now complete; called once for each message."""
@@ -130,7 +141,7 @@ class Memory:
     def _quantize(self, item: Operation, whole: Tensor) -> None:
         blockwise = item.quantization == "after_block"
         quantize = quantize_blockwise if blockwise else quantize_per_tensor
-        quantize(whole, self.params[item.target_param], self.params[item.scales])
+        _quantize(quantize, whole, self.params[item.target_param], self.params[item.scales])
 
     def checksums(self, items: Sequence[Operation], *, sending: bool) -> Tensor:
         """Return checksums of what the targets of ``items`` must hold, or of what they hold.
@@ -179,7 +190,7 @@ class Memory:
         grid = tuple(-(-size // BLOCK) for size in region.shape)
         elements = torch.empty_like(region, dtype=FP8, memory_format=torch.contiguous_format)
         scales = region.new_empty(grid, dtype=torch.float32)
-        quantize_blockwise(region, elements, scales)
+        _quantize(quantize_blockwise, region, elements, scales)
         return elements.view(torch.int8), scales
 
 

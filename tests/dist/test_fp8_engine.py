@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megarl.contract import compare_manifest, first_difference
 from megarl.ddma.engine import WeightSync
-from megarl.ddma.quantize import BLOCK, dequantize_blockwise, quantize_blockwise
 from megarl.ddma.transports.collective import CollectiveTransport
 from megarl.rollout.engine import SampleRequest
 from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
@@ -29,6 +28,7 @@ from megatron_bridge.layouts.vllm import vllm_manifest, vllm_side
 from megatron_bridge.models.families import load_spec
 from megatron_bridge.parallel import GeneratorLayout, Quantization, TrainerLayout
 from megatron_bridge.plan import plan
+from megatron_bridge.quantize import BLOCK, dequantize_blockwise, quantize_blockwise
 from megatron_bridge.spec import RankManifest
 from tests.dist.test_step_across_layouts import _Meeting
 from tests.processes import run_ranks

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megarl.ddma.quantize import BLOCK, FP8, quantize_blockwise, quantize_per_tensor
+from megatron_bridge.quantize import BLOCK, FP8, quantize_blockwise, quantize_per_tensor
 from tests.processes import run_ranks
 
 pytestmark = [

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.ddma import quantize
-from megarl.ddma.quantize import (
+from megatron_bridge import quantize
+from megatron_bridge.errors import QuantizationError
+from megatron_bridge.operations import is_block_aligned
+from megatron_bridge.quantize import (
     BLOCK,
     FP8,
     dequantize_blockwise,
@@ -18,8 +20,6 @@ from megarl.ddma.quantize import (
     quantize_blockwise,
     quantize_per_tensor,
 )
-from megarl.errors import WeightSyncError
-from megatron_bridge.operations import is_block_aligned
 
 TINY = 2.0**-126
 
@@ -185,9 +185,9 @@ def test_one_scale_for_a_tensor() -> None:
 def test_values_that_are_not_finite_are_refused(value: float, dtype: torch.dtype) -> None:
     weight = torch.ones(130, 300, dtype=dtype)
     weight[129, 299] = value
-    with pytest.raises(WeightSyncError, match=r"block \[1, 2\] of a weight \[130, 300\]"):
+    with pytest.raises(QuantizationError, match=r"block \[1, 2\] of a weight \[130, 300\]"):
         _quantize(weight)
-    with pytest.raises(WeightSyncError, match="the tensor of a weight"):
+    with pytest.raises(QuantizationError, match="the tensor of a weight"):
         quantize_per_tensor(weight, torch.empty(130, 300).to(FP8), torch.empty(1))
 
 
@@ -203,7 +203,7 @@ def test_values_that_are_not_finite_are_refused(value: float, dtype: torch.dtype
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(weight: Tensor, out: Tensor, scales: Tensor) -> None:
-    with pytest.raises(WeightSyncError, match="expected"):
+    with pytest.raises(QuantizationError, match="expected"):
         quantize_blockwise(weight, out, scales)
 
 
