@@ -37,7 +37,7 @@ class _Checkpoint:
         self._files = files
         self._open: dict[str, Any] = {}
         self._shapes = {item.name: item.shape for item in canonical_tensors(load_spec(folder))}
-        self._file_of = _read_index(folder)
+        self._file_of = read_index(folder)
 
     def _handle(self, name: str) -> Any:
         if name not in self._open:
@@ -75,7 +75,7 @@ class _Checkpoint:
         return view[shard.box.slices]
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
+def read_index(folder: Path) -> dict[str, str] | None:
     """Return tensor -> file of a sharded checkpoint; None where it is one file."""
     index = folder / INDEX_NAME
     if not index.is_file():

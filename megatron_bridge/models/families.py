@@ -81,11 +81,11 @@ def spec_from_hf(config: Config) -> ModelSpec:
     return spec
 
 
-def load_spec(folder: Path) -> ModelSpec:
-    """Return the spec of the Hugging Face model in ``folder``.
+def read_config(folder: Path) -> Config:
+    """Return the parsed ``config.json`` of the Hugging Face model in ``folder``.
 
     Raises:
-        ConversionError: the folder or its ``config.json`` is missing, malformed or unsupported.
+        ConversionError: the folder or the file is missing or malformed.
     """
     if not folder.is_dir():
         raise ConversionError(f"model folder {folder} does not exist")
@@ -98,6 +98,16 @@ def load_spec(folder: Path) -> ModelSpec:
         raise ConversionError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConversionError(f"{file} holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """Return the spec of the Hugging Face model in ``folder``.
+
+    Raises:
+        ConversionError: the folder or its ``config.json`` is missing, malformed or unsupported.
+    """
+    config = read_config(folder)
     try:
         return spec_from_hf(config)
     except ConversionError as error:
