@@ -104,7 +104,7 @@ class ModelConfig:
     dtype: str = "float32"  # compute dtype of the trainer: float32 or bfloat16
     generator_dtype: str = ""  # dtype of the generators' weights; empty: as the trainer's
     drop_mtp: bool = False  # leave out layers that predict further tokens: they cannot be trained
-    architecture: str = ""  # a config.json to plan with where model.path is not at hand
+    architecture: str = ""  # where model.path is not at hand: a config.json, or of configs/models
 
 
 @dataclass(frozen=True, kw_only=True)

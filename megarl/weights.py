@@ -6,7 +6,6 @@ tools, which have no ranks.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megarl.config import RunConfig, WeightForwarding
@@ -16,7 +15,8 @@ from megatron_bridge.cost import choose_plan
 from megatron_bridge.flows import Forwarding, Seat
 from megatron_bridge.layouts.megatron import megatron_side
 from megatron_bridge.layouts.vllm import vllm_side
-from megatron_bridge.models.families import load_spec, spec_from_hf
+from megatron_bridge.models.families import load_spec
+from megatron_bridge.models.released import load_sizes
 from megatron_bridge.plan import PlanPolicy, TransferPlan, plan
 from megatron_bridge.side import Side
 from megatron_bridge.spec import ModelSpec
@@ -32,10 +32,7 @@ def run_spec(config: RunConfig) -> ModelSpec:
     if not file or (folder / "config.json").is_file():
         spec = load_spec(folder)
     else:
-        try:
-            spec = spec_from_hf(json.loads(Path(file).read_text()))
-        except (OSError, json.JSONDecodeError) as error:
-            raise ConfigError(f"model.architecture {file} is not readable JSON: {error}") from error
+        spec = load_sizes(Path(file))
     if spec.num_mtp_layers and not config.model.drop_mtp:
         raise ConfigError(
             f"the model has {spec.num_mtp_layers} layers that predict further tokens, which cannot "

@@ -76,7 +76,7 @@ def test_generators_that_outnumber_trainers_pass_weights_on(
 SMALL = (
     "configs/quickstart.yaml",
     "model.path=nowhere",
-    "model.architecture=configs/models/llama3.1_405b.json",
+    "model.architecture=configs/models/llama3.1_405b.yaml",
     "weights.cluster=configs/clusters/cpu_machine.yaml",
     "generator.layout.tp=2",
     "generator.layout.replicas=2",
