@@ -20,6 +20,7 @@ from megatron_bridge.spec import ModelSpec
 
 CONFIG = "config.json"
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_OF_WEIGHTS = (".index.json", "metadata.json", "conversion_manifest.json", "iteration.txt")
 _QUANTIZED = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -45,7 +46,7 @@ def companions(
     found = {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.suffix in _SUFFIXES and not path.name.endswith(".index.json")
+        if path.suffix in _SUFFIXES and not path.name.endswith(_OF_WEIGHTS)
     }
     if CONFIG not in found:
         config = hf_config(spec, dtype)
