@@ -59,6 +59,7 @@ PROCESS_GROUPS = (
     "megarl/world.py",
     "launch/ranks.py",  # hosts the store at which the ranks meet
     "megarl/rollout/vllm_engine.py",  # checks the default group that vLLM is about to take over
+    "megatron_bridge/io/dist_metadata.py",  # makes the records of its checkpoints, no group
     "tools/weight_peers.py",
     "tools/weight_rank.py",
     "tools/weight_schemes.py",

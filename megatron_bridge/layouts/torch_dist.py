@@ -9,6 +9,8 @@ Called by `megatron_bridge.io.torch_dist`, which addresses stacks as `io.store` 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_bridge.errors import ConversionError
@@ -19,6 +21,9 @@ from megatron_bridge.spec import LocalParam, ModelSpec
 
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.)weight(\d+)$")
 _INDEX = re.compile(r"\[(\d+)\]")
+_WITHOUT_STATE = ("embedding.", "output_layer.", "router.", "gate_weight")
+
+Stack = dict[tuple[int, ...], LocalParam]  # by index in the leading axes of one tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,41 @@ def default_layout(spec: ModelSpec, vocab_divisor: int = 128) -> TorchDistLayout
 def key_of(name: str) -> tuple[str, tuple[int, ...]]:
     """Return the tensor that holds a parameter, and the parameter's index in its leading axes."""
     return _INDEX.sub("", name), tuple(map(int, _INDEX.findall(name)))
+
+
+def stacks_of(side: Side) -> dict[str, Stack]:
+    """Return the parameters of each tensor."""
+    stacks: dict[str, Stack] = defaultdict(dict)
+    for param in side.manifest(0).params:
+        key, index = key_of(param.name)
+        stacks[key][index] = param
+    return stacks
+
+
+def shape_of(stack: Stack) -> tuple[int, ...]:
+    """Return the shape of the tensor that holds these parameters."""
+    last = max(stack)
+    return (*(place + 1 for place in last), *stack[last].shape)
+
+
+def extra_states(stacks: Mapping[str, Stack]) -> Iterator[str]:
+    """Yield the names of the objects that Megatron's modules save beside their weights, each once.
+
+    Whether a module has one depends on versions; a loader ignores those that it has no use for.
+    """
+    found: dict[str, None] = {}
+    for key, stack in stacks.items():
+        if any(part in key for part in _WITHOUT_STATE):
+            continue
+        module = key.rpartition(".")[0]
+        modules = [module]
+        if module.endswith("self_attention.linear_proj"):
+            modules.append(module.replace("linear_proj", "core_attention"))
+        sizes = ".".join(map(str, shape_of(stack)[: len(next(iter(stack)))])) or "1"
+        for index in stack:
+            place = ".".join(map(str, index)) or "0"
+            found |= dict.fromkeys(f"{name}._extra_state/shard_{place}_{sizes}" for name in modules)
+    yield from found
 
 
 def _local_norms(spec: ModelSpec) -> dict[str, str]:
