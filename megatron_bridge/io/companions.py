@@ -29,6 +29,11 @@ _QUANTIZED = {
 }
 
 
+def travels(path: Path) -> bool:
+    """Return whether a file beside weights goes where they go."""
+    return path.suffix in _SUFFIXES and not path.name.endswith(_OF_WEIGHTS)
+
+
 def companions(
     folder: Path, spec: ModelSpec, *, dtype: str, quantized: bool = False
 ) -> dict[str, bytes]:
@@ -43,11 +48,7 @@ def companions(
     Raises:
         ConversionError: the folder's ``config.json`` describes another model.
     """
-    found = {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.suffix in _SUFFIXES and not path.name.endswith(_OF_WEIGHTS)
-    }
+    found = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if travels(path)}
     if CONFIG not in found:
         config = hf_config(spec, dtype)
         if quantized:

@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_bridge.errors import ConversionError
+from megatron_bridge.io.companions import travels
 from megatron_bridge.models.families import canonical_tensors, load_spec
 from megatron_bridge.spec import LocalParam, RankManifest, Shard
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer
 
 
 class _Checkpoint:
@@ -177,7 +177,7 @@ class HfWriter:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         for path in sorted(source.iterdir()):
-            if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+            if travels(path):
                 shutil.copy2(path, self._folder / path.name)
         self._max_shard_bytes = max_shard_bytes
         self._pending: dict[str, Tensor] = {}

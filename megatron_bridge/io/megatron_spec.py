@@ -19,7 +19,7 @@ from megatron_bridge.models.families import load_spec
 from megatron_bridge.models.from_arguments import spec_from_arguments
 from megatron_bridge.spec import ModelSpec
 
-_SHARD = "mp_rank_*/model_optim_rng.pt"
+_SHARD = "mp_rank_*/model*_rng.pt"
 
 
 def config_folder(folder: Path) -> Path | None:
