@@ -14,13 +14,14 @@ from typing import Any
 from megatron_bridge.errors import ConversionError
 from megatron_bridge.spec import LatentAttention, ModelSpec
 
-# What Megatron-LM's arguments cannot say and its code takes for granted.
+# What Megatron-LM's arguments cannot say: its code takes it for granted.
 LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192.0,
 }
-YARN_ROPE = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096.0}
+# What it reads from its arguments, but has no flags for.
+YARN_ROPE = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 # What Megatron-LM must be told of every model here.
 ALWAYS: tuple[tuple[str, Any], ...] = (
     ("normalization", "RMSNorm"),
@@ -84,20 +85,16 @@ def _whole_number(name: str, value: float) -> int:
     return int(value)
 
 
-def _check_rope(scaling: Mapping[str, float], fixed: Mapping[str, float]) -> None:
-    for name, value in fixed.items():
+def _llama3_rope_arguments(spec: ModelSpec) -> dict[str, Any]:
+    if not spec.rope_scaling:
+        return {"use_rope_scaling": False}
+    scaling = dict(spec.rope_scaling)
+    for name, value in LLAMA3_ROPE.items():
         if scaling[name] != value:
             raise ConversionError(
                 f"rope_scaling: {name} = {scaling[name]} cannot be said to Megatron-LM, "
                 f"which takes {value}"
             )
-
-
-def _llama3_rope_arguments(spec: ModelSpec) -> dict[str, Any]:
-    if not spec.rope_scaling:
-        return {"use_rope_scaling": False}
-    scaling = dict(spec.rope_scaling)
-    _check_rope(scaling, LLAMA3_ROPE)
     return {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
 
 
@@ -112,14 +109,14 @@ def _mla_arguments(spec: ModelSpec, mla: LatentAttention) -> dict[str, Any]:
     }
     if not spec.rope_scaling:
         return {**arguments, "rope_type": "rope"}
-    scaling = dict(spec.rope_scaling)
-    _check_rope(scaling, YARN_ROPE)
+    scaling: dict[str, Any] = dict(spec.rope_scaling)
+    positions = "original_max_position_embeddings"
     return {
         **arguments,
         "rope_type": "yarn",
-        "rotary_scaling_factor": scaling["factor"],
-        "mscale": scaling["mscale"],
-        "mscale_all_dim": scaling["mscale_all_dim"],
+        "rotary_scaling_factor": scaling.pop("factor"),
+        **scaling,
+        positions: int(scaling[positions]),
     }
 
 
@@ -159,11 +156,20 @@ def _check_group_scores(spec: ModelSpec) -> None:
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the words of Megatron-LM's command line that say these arguments."""
+    """Return the words of Megatron-LM's command line that say these arguments.
+
+    Raises:
+        ConversionError: names one for which there is no flag.
+    """
     words: list[str] = []
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
-        if name in _NEGATED:
+        if name in YARN_ROPE:
+            if value != YARN_ROPE[name]:
+                raise ConversionError(
+                    f"{name} = {value} has no flag of Megatron-LM, which takes {YARN_ROPE[name]}"
+                )
+        elif name in _NEGATED:
             words += [] if value else [_NEGATED[name]]
         elif name == "moe_layer_freq" and isinstance(value, list):
             dense = value.count(0)

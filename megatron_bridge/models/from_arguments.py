@@ -160,12 +160,13 @@ def _llama3_rope(arguments: Arguments) -> tuple[tuple[str, float], ...]:
 def _yarn(arguments: Arguments) -> tuple[tuple[str, float], ...]:
     if arguments.get("rope_type") == "rope":
         return ()
-    said = {
+    found = {
         "factor": _number(arguments, "rotary_scaling_factor", float),
         "mscale": _number(arguments, "mscale", float),
         "mscale_all_dim": _number(arguments, "mscale_all_dim", float),
+        **{name: _number(arguments, name, float, value) for name, value in YARN_ROPE.items()},
     }
-    return tuple(sorted({**said, **YARN_ROPE}.items()))
+    return tuple(sorted(found.items()))
 
 
 def _mixture(arguments: Arguments, num_layers: int) -> dict[str, Any]:

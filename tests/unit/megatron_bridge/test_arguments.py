@@ -10,7 +10,7 @@ from megatron.core.transformer import MLATransformerConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_bridge.errors import ConversionError
-from megatron_bridge.models.arguments import command_line, megatron_arguments
+from megatron_bridge.models.arguments import YARN_ROPE, command_line, megatron_arguments
 from megatron_bridge.models.families import canonical_tensors
 from megatron_bridge.models.from_arguments import spec_from_arguments
 from megatron_bridge.models.hf_config import hf_config
@@ -34,6 +34,7 @@ YARN = (
     ("original_max_position_embeddings", 4096.0),
 )
 V3 = make_deepseek(norm_eps=1e-6, rope_scaling=YARN)
+STEEP = replace(V3, rope_scaling=(("beta_fast", 16.0), *YARN[1:]))
 V2 = replace(
     V3,
     family="deepseek_v2",
@@ -71,6 +72,7 @@ SPECS: dict[str, ModelSpec] = {
     ),
     "deepseek_v2": V2,
     "deepseek_v3": V3,
+    "deepseek_v3 steep": STEEP,
     "deepseek_v3 further": replace(V3, num_mtp_layers=1, rope_scaling=()),
 }
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -145,15 +147,18 @@ def test_the_command_line_says_the_arguments() -> None:
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             parser.add_argument(flag, action="store_true")
-        elif name != "moe_layer_freq":
+        elif name not in ("moe_layer_freq", *YARN_ROPE):
             parser.add_argument(flag, type=type(value), default=None)
     parser.add_argument("--moe-layer-freq", type=str)
     parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
     parsed = vars(parser.parse_args(words))
     assert parsed["moe_layer_freq"] == "([0]*1+[1]*5)"
     parsed["moe_layer_freq"] = [0] * 1 + [1] * 5
+    parsed |= YARN_ROPE  # without flags
     assert parsed == {**arguments, "padded_vocab_size": None}
     assert spec_from_arguments(parsed) == V3
+    with pytest.raises(ConversionError, match=r"beta_fast = 16\.0 has no flag"):
+        command_line(megatron_arguments(STEEP))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,6 @@ def test_the_command_line_says_the_arguments() -> None:
             make_spec(rope_scaling=(*LLAMA3_ROPE[:2], ("low_freq_factor", 2.0), LLAMA3_ROPE[3])),
             "low_freq_factor = 2.0",
         ),
-        (replace(V3, rope_scaling=(("beta_fast", 16.0), *YARN[1:])), "beta_fast = 16.0"),
         (
             replace(V2, num_expert_groups=4, groups_per_token=2),
             "n_group = 4 with topk_group = 2 of a deepseek_v2 model",
