@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | replay | eval | doctor | data``.
+"""The command line: ``megarl train | sft | replay | eval | doctor | data | convert``.
 
 Checks everything that can be checked before an engine starts, then starts the ranks of this
 machine; where a launcher (torchrun, srun) has set RANK already, it becomes that rank.
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("folder", type=Path)
     data.add_argument("--seed", type=int, default=0)
     data.add_argument("--num-train", type=int, default=16384)
+    commands.add_parser("convert", help="convert, compare and show checkpoints (--help says more)")
     return parser
 
 
@@ -110,9 +111,13 @@ def _print_result(command: Command, config: RunConfig, console: Console) -> None
 
 def main() -> None:
     """Entry point of the ``megarl`` command."""
-    arguments = _parser().parse_args()
     console = Console()
     try:
+        if sys.argv[1:2] == ["convert"]:  # which has commands of its own, and needs torch to say so
+            from megarl.convert import main as convert_main
+
+            sys.exit(convert_main(sys.argv[2:], console))
+        arguments = _parser().parse_args()
         if arguments.command == "data":
             sys.exit(_write_data(arguments))
         sys.exit(_run(Command(arguments.command), arguments, console))
