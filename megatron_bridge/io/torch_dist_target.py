@@ -147,7 +147,7 @@ def torch_dist_target(
         )
         for key, stack in stacks.items()
     }
-    objects = extra_states(stacks)
+    objects = extra_states(stacks, layout)
     closing = {
         **beside,
         COMMON_NAME: _saved(_common(layout, arguments)),

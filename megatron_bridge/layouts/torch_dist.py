@@ -21,7 +21,7 @@ from megatron_bridge.spec import LocalParam, ModelSpec
 
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.)weight(\d+)$")
 _INDEX = re.compile(r"\[(\d+)\]")
-_WITHOUT_STATE = ("embedding.", "output_layer.", "router.", "gate_weight")
+_WITHOUT_STATE = ("embedding.", "output_layer.", "router.", "gate_weight", ".layer_norm_weight")
 
 Stack = dict[tuple[int, ...], LocalParam]  # by index in the leading axes of one tensor
 
@@ -64,18 +64,21 @@ def shape_of(stack: Stack) -> tuple[int, ...]:
     return (*(place + 1 for place in last), *stack[last].shape)
 
 
-def extra_states(stacks: Mapping[str, Stack]) -> Iterator[str]:
+def extra_states(stacks: Mapping[str, Stack], layout: TorchDistLayout) -> Iterator[str]:
     """Yield the names of the objects that Megatron's modules save beside their weights, each once.
 
-    Whether a module has one depends on versions; a loader ignores those that it has no use for.
+    Which of Transformer Engine's modules do depends on its version: all are named, and a loader
+    ignores those that it has no use for.
     """
     found: dict[str, None] = {}
     for key, stack in stacks.items():
+        module = key.rpartition(".")[0]
         if any(part in key for part in _WITHOUT_STATE):
             continue
-        module = key.rpartition(".")[0]
+        if layout.local_spec and module.endswith("norm"):
+            continue
         modules = [module]
-        if module.endswith("self_attention.linear_proj"):
+        if module.endswith("self_attention.linear_proj") and not layout.local_spec:
             modules.append(module.replace("linear_proj", "core_attention"))
         sizes = ".".join(map(str, shape_of(stack)[: len(next(iter(stack)))])) or "1"
         for index in stack:
