@@ -80,7 +80,9 @@ def open_torch_dist(folder: Path, spec: ModelSpec, *, mtp: bool = True) -> Store
     spec = spec if mtp else spec.without_mtp()
     side = _side(folder, spec, tensors, prefix)
     wanted = _check_shapes(folder, side, tensors, prefix)
-    dropped = _dropped(folder, [*tensors.keys() - wanted, *objects], prefix, mtp)
+    repeated = _repeated(tensors, wanted)
+    others = [name for name in (*tensors, *objects) if name not in wanted | repeated.keys()]
+    dropped = repeated | _dropped(folder, others, prefix, mtp)
     if (folder / COMMON_NAME).is_file():
         dropped[COMMON_NAME] = "settings and schedule of the training run"
     return Stored(
@@ -92,6 +94,7 @@ def open_torch_dist(folder: Path, spec: ModelSpec, *, mtp: bool = True) -> Store
         tensors=tuple(
             StoredTensor(name=name, shape=entry.shape, dtype=entry.dtype)
             for name, entry in tensors.items()
+            if name not in repeated
         ),
         dropped=dropped,
     )
@@ -145,6 +148,16 @@ def _check_shapes(folder: Path, side: Side, tensors: _Tensors, prefix: str) -> s
             )
         names.add(prefix + key)
     return names
+
+
+def _repeated(tensors: _Tensors, wanted: set[str]) -> dict[str, str]:
+    """Return the tensors whose bytes are those of a wanted one under another name."""
+    found = {tensors[name].pieces: name for name in wanted}
+    return {
+        name: f"another name of {found[entry.pieces]}"
+        for name, entry in tensors.items()
+        if name not in wanted and entry.pieces in found
+    }
 
 
 def _dropped(folder: Path, names: list[str], prefix: str, mtp: bool) -> dict[str, str]:

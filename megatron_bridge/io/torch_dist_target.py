@@ -27,6 +27,7 @@ from megatron_bridge.layouts.torch_dist import (
     TorchDistLayout,
     extra_states,
     key_of,
+    local_names,
     shape_of,
     stacks_of,
     torch_dist_side,
@@ -147,7 +148,10 @@ def torch_dist_target(
         )
         for key, stack in stacks.items()
     }
-    objects = extra_states(stacks, layout)
+    if not layout.local_spec:  # both specs find the same bytes, each under its own name
+        names = local_names(spec, entries)
+        entries |= {new: entries[key] for key, new in names.items()}
+    objects = extra_states(stacks)
     closing = {
         **beside,
         COMMON_NAME: _saved(_common(layout, arguments)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_bridge.errors import ConversionError
@@ -31,7 +31,7 @@ class TorchDistLayout:
     """What differs between such checkpoints of one model."""
 
     stacked_layers: bool  # the layers of the decoder are one tensor of each kind
-    local_spec: bool = False  # saved from Megatron's local layer spec, not Transformer Engine's
+    local_spec: bool = False  # named as Megatron's local layer spec does, not Transformer Engine's
     vocab_rows: int  # of the padded vocabulary
 
 
@@ -64,27 +64,30 @@ def shape_of(stack: Stack) -> tuple[int, ...]:
     return (*(place + 1 for place in last), *stack[last].shape)
 
 
-def extra_states(stacks: Mapping[str, Stack], layout: TorchDistLayout) -> Iterator[str]:
+def extra_states(stacks: Mapping[str, Stack]) -> Iterator[str]:
     """Yield the names of the objects that Megatron's modules save beside their weights, each once.
 
-    Which of Transformer Engine's modules do depends on its version: all are named, and a loader
-    ignores those that it has no use for.
+    Which modules do depends on the layer spec and on versions: all are named, and a loader ignores
+    those that it has no use for.
     """
     found: dict[str, None] = {}
     for key, stack in stacks.items():
-        module = key.rpartition(".")[0]
         if any(part in key for part in _WITHOUT_STATE):
             continue
-        if layout.local_spec and module.endswith("norm"):
-            continue
-        modules = [module]
-        if module.endswith("self_attention.linear_proj") and not layout.local_spec:
-            modules.append(module.replace("linear_proj", "core_attention"))
+        modules = [key.rpartition(".")[0]]
+        if modules[0].endswith("self_attention.linear_proj"):
+            modules.append(modules[0].replace("linear_proj", "core_attention"))
         sizes = ".".join(map(str, shape_of(stack)[: len(next(iter(stack)))])) or "1"
         for index in stack:
             place = ".".join(map(str, index)) or "0"
             found |= dict.fromkeys(f"{name}._extra_state/shard_{place}_{sizes}" for name in modules)
     yield from found
+
+
+def local_names(spec: ModelSpec, keys: Iterable[str]) -> dict[str, str]:
+    """Return what Megatron's local layer spec calls tensors that it names differently."""
+    names = {key: _renamed_norm(key, _local_norms(spec)) for key in keys}
+    return {key: name for key, name in names.items() if name != key}
 
 
 def _local_norms(spec: ModelSpec) -> dict[str, str]:
@@ -98,12 +101,16 @@ def _local_norms(spec: ModelSpec) -> dict[str, str]:
     }
 
 
-def _renamed(param: LocalParam, norms: dict[str, str]) -> LocalParam:
-    name = _EXPERT.sub(r"mlp.experts.experts[\2].\1weight", param.name)
+def _renamed_norm(name: str, norms: dict[str, str]) -> str:
     for old, new in norms.items():
         if name.endswith(old):
-            name = name.removesuffix(old) + new
-            break
+            return name.removesuffix(old) + new
+    return name
+
+
+def _renamed(param: LocalParam, norms: dict[str, str]) -> LocalParam:
+    name = _EXPERT.sub(r"mlp.experts.experts[\2].\1weight", param.name)
+    name = _renamed_norm(name, norms)
     shards = tuple(replace(shard, param=name) for shard in param.shards)
     return replace(param, name=name, shards=shards)
 

@@ -85,8 +85,7 @@ def written(models: dict[str, Model], tmp_path_factory: pytest.TempPathFactory) 
     torch.save(models, folder / "models.pt")
     for name, model in models.items():
         for stacked in (False,) if name in MIXTURES else (False, True):
-            # Megatron without Transformer Engine, which needs a GPU, names some norms differently
-            layout = TorchDistLayout(stacked_layers=stacked, local_spec=True, vocab_rows=48)
+            layout = TorchDistLayout(stacked_layers=stacked, vocab_rows=48)
             form = form_of(model.spec, "float32")
             target = torch_dist_target(model.spec, form, layout, {}, {"tp": 1}, EXTENT)
             write(target, folder / f"{name} {stacked}", model.whole)
@@ -157,8 +156,8 @@ def _load_all(rank: int, size: int, folder: Path, layout: TrainerLayout, names: 
             )
             # "unexpected": what the model asks for in vain; "missing": what it has no use for
             assert not unexpected, (name, layout, unexpected)
-            # our runtime's projections down to latents are plain modules, which have no such state
-            assert all("_down_proj._extra_state" in key for key in missing), (name, missing)
+            # Transformer Engine's, which needs a GPU to load
+            assert all("_extra_state" in key or "norm" in key for key in missing), (name, missing)
             assert loaded["args"].tp == 1
             chunk.load_state_dict(loaded["model"])
             logits = _logits(model, wanted.tokens)
