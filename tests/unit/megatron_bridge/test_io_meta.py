@@ -1,13 +1,16 @@
 """Original Llama checkpoints: converted, transformers computes what the first code computes."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from megarl.convert import main
 from megatron_bridge.convert import Conversion, Converter
 from megatron_bridge.errors import ConversionError
 from megatron_bridge.io.companions import meta_companions
@@ -72,6 +75,30 @@ def test_a_tied_model_writes_one_tensor(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert torch.equal(model.lm_head.weight, tensors["output.weight"])
     assert model.config.rope_parameters["factor"] == 32.0
+
+
+def test_the_commands_convert_compare_and_show_an_original_llama(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "meta", make_tensors(), count=2)
+    words = ("meta-to-hf", tmp_path / "meta", tmp_path / "hf", "--llama", "2")
+    assert _command(*words)[0] == 0
+    _check_logits(tmp_path / "hf", make_tensors())
+    both = (tmp_path / "meta", tmp_path / "hf")
+    assert _command("verify", *both)[0] == 2
+    assert "--llama must say which" in capsys.readouterr().err
+    code, said = _command("verify", *both, "--llama", "2")
+    assert code == 0, said
+    assert "21 of 21 tensors agree" in said
+    code, said = _command("inspect", tmp_path / "meta", "--llama", "2")
+    assert code == 0
+    assert "layers.1.attention.wq.weight" in said
+
+
+def _command(*words: object) -> tuple[int, str]:
+    said = io.StringIO()
+    code = main([str(word) for word in words], Console(file=said, width=200))
+    return code, said.getvalue()
 
 
 def test_sizes_that_the_first_releases_leave_out_are_those_of_the_tensors(tmp_path: Path) -> None:
