@@ -40,6 +40,10 @@ class Piece:
     start: int
     length: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -177,11 +178,13 @@ def _chunks(
     folder: Path, side: Side, tensors: _Tensors, prefix: str
 ) -> dict[Place, tuple[Chunk, ...]]:
     chunks: dict[Place, tuple[Chunk, ...]] = {}
+    archives = _Archives(folder)
     for key, stack in stacks_of(side).items():
         entry = tensors[prefix + key]
         found: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
         for piece in entry.pieces:
-            for index, chunk in _chunks_of(folder, entry, piece, len(next(iter(stack)))):
+            offset = archives.data_of(piece, entry.dtype)
+            for index, chunk in _chunks_of(entry, piece, offset, len(next(iter(stack)))):
                 found[index].append(chunk)
         for index, param in stack.items():
             covered = sum(chunk.box.numel for chunk in found[index])
@@ -194,24 +197,52 @@ def _chunks(
     return chunks
 
 
+class _Archives:
+    """Finds where the data of pieces begin.
+
+    A model has tens of thousands, most of which begin with the same bytes up to their data: these
+    say what the piece is, so that one of each kind is parsed.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._known: dict[tuple[str, Piece], bytes] = {}
+
+    def data_of(self, piece: Piece, dtype: str) -> int:
+        """Return the byte of its file at which a piece's elements begin."""
+        path = self._folder / piece.file
+        kind = (dtype, replace(piece, offsets=(), file="", start=0))
+        if kind in self._known and path.is_file():
+            start = self._known[kind]
+            with path.open("rb") as file:
+                file.seek(piece.start)
+                if file.read(len(start)) == start and path.stat().st_size >= piece.stop:
+                    return piece.start + len(start)
+        tensor = read_archive(path, piece.start, piece.length)
+        if (tensor.dtype, tensor.shape, tensor.contiguous) != (dtype, piece.sizes, True):
+            raise ConversionError(
+                f"{path} holds {tensor} at byte {piece.start}, expected {dtype} {piece.sizes}"
+            )
+        with path.open("rb") as file:
+            file.seek(piece.start)
+            start = file.read(tensor.offset - piece.start)
+        if b"data.pkl" in start:
+            self._known[kind] = start
+        return tensor.offset
+
+
 def _chunks_of(
-    folder: Path, entry: Entry, piece: Piece, stacked: int
+    entry: Entry, piece: Piece, offset: int, stacked: int
 ) -> Iterator[tuple[tuple[int, ...], Chunk]]:
     """Yield the parts of a piece that are of one parameter each, with its index."""
-    path = folder / piece.file
-    tensor = read_archive(path, piece.start, piece.length)
-    if (tensor.dtype, tensor.shape, tensor.contiguous) != (entry.dtype, piece.sizes, True):
-        raise ConversionError(
-            f"{path} holds {tensor} at byte {piece.start}, expected {entry.dtype} {piece.sizes}"
-        )
     start = piece.offsets[stacked:]
     stop = tuple(a + b for a, b in zip(start, piece.sizes[stacked:], strict=True))
-    box, at = Box(start, stop), tensor.offset
+    box = Box(start, stop)
     ranges = [
         range(first, first + size)
         for first, size in zip(piece.offsets[:stacked], piece.sizes[:stacked], strict=True)
     ]
     for index in product(*ranges):
-        chunk = Chunk(box=box, dtype=entry.dtype, file=Path(piece.file), offset=at)
+        chunk = Chunk(box=box, dtype=entry.dtype, file=Path(piece.file), offset=offset)
         yield index, chunk
-        at += chunk.nbytes
+        offset += chunk.nbytes
