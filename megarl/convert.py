@@ -26,7 +26,8 @@ from megatron_bridge.conversions import (
     open_any,
 )
 from megatron_bridge.convert import Conversion, Converter
-from megatron_bridge.errors import BridgeError
+from megatron_bridge.errors import BridgeError, ConversionError
+from megatron_bridge.io.meta import open_meta
 from megatron_bridge.io.store import Stored
 from megatron_bridge.models.meta_llama import RELEASES
 from megatron_bridge.parallel import TrainerLayout
@@ -64,6 +65,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     show.add_argument("path", type=Path)
     for sub in (compare, show):
         sub.add_argument("--config", type=Path, metavar="PATH", help=_CONFIG_HELP)
+        sub.add_argument("--llama", choices=RELEASES, help="the release of an original Llama")
         sub.add_argument("--workers", type=int, default=os.cpu_count() or 1)
 
 
@@ -127,7 +129,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _open(path: Path, arguments: argparse.Namespace) -> Stored:
-    return open_any(path, arguments.config)
+    if not (path / "params.json").is_file():
+        return open_any(path, arguments.config)
+    if arguments.llama is None:
+        raise ConversionError(f"{path} is an original Llama: --llama must say which")
+    return open_meta(path, release=arguments.llama)
 
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
@@ -139,7 +145,7 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
         comparison = verify(first, second, advance, arguments.workers)
     for line in comparison_lines(comparison):
         console.print(line, highlight=False)
-    return 1 if comparison.differences else 0
+    return 0 if comparison.is_equal else 1
 
 
 def _conversion(arguments: argparse.Namespace) -> Conversion:

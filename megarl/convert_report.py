@@ -6,6 +6,7 @@ Called by `megarl.convert`.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ def plan_table(converter: Converter) -> Group:
         ("peak memory", f"{converter.peak_bytes:,} bytes"),
         ("files", f"{len(target.files) + len(target.closing)}"),
         ("workers", f"{converter.conversion.workers}"),
-        ("time", f"{_duration(seconds)}, if files keep up with {speed / 1e9:.1f} GB/s"),
+        ("time", f"{_duration(seconds)}, if the disk keeps up with {speed / 1e9:.1f} GB/s"),
         ("plan", converter.plan.digest[:16]),
         *(("left out", f"{name}: {why}") for name, why in source.dropped.items()),
     ):
@@ -79,11 +80,15 @@ def plan_table(converter: Converter) -> Group:
 
 
 def _estimate(converter: Converter) -> tuple[float, float]:
-    """Return seconds and bytes per second at which workers copy and digest on this machine."""
-    content = bytearray(_PROBE_BYTES)
-    start = time.perf_counter()
-    hashlib.sha256(bytes(content)).digest()
-    speed = converter.conversion.workers * _PROBE_BYTES / (time.perf_counter() - start)
+    """Return seconds, and bytes per second that this machine digests and hands to its files."""
+    parents = converter.conversion.folder.absolute().parents
+    content = bytes(_PROBE_BYTES)
+    with tempfile.TemporaryFile(dir=next(path for path in parents if path.is_dir())) as file:
+        start = time.perf_counter()
+        hashlib.sha256(content).digest()
+        file.write(content)
+        seconds = time.perf_counter() - start
+    speed = converter.conversion.workers * _PROBE_BYTES / seconds
     return converter.num_bytes / speed, speed
 
 
@@ -137,18 +142,18 @@ def _layout(stored: Stored) -> str:
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
     """Yield what `verify` found, the first differences first."""
-    for difference in comparison.differences[:_SHOWN]:
-        yield f"[red]{difference.tensor}[/red] {difference.what}"
+    for difference in (*comparison.sizes, *comparison.differences[:_SHOWN]):
+        yield f"[red]{difference.name}[/red] {difference.what}"
     rest = len(comparison.differences) - _SHOWN
     if rest > 0:
         yield f"and {rest} more"
     for difference in comparison.dtypes[:1]:
         yield (
             f"{len(comparison.dtypes)} tensors are equal but for their dtype: "
-            f"{difference.tensor} {difference.what}"
+            f"{difference.name} {difference.what}"
         )
     same = comparison.num_tensors - len(comparison.differences)
-    colour = "red" if comparison.differences else "green"
+    colour = "green" if comparison.is_equal else "red"
     yield (
         f"[{colour}]{same} of {comparison.num_tensors} tensors agree[/{colour}] "
         f"({comparison.num_elements:,} elements compared)"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_bridge.errors import ConversionError
+from megatron_bridge.errors import BridgeError, ConversionError
 from megatron_bridge.io.coverage import check_stored, prove_files
 from megatron_bridge.io.gather import Gather, Piece
 from megatron_bridge.io.output import Output, file_digest, in_threads
@@ -115,7 +115,8 @@ class Converter:
 
         Raises:
             ConversionError: the target exists, there is no space, a file of the source is missing or
-                truncated, or the target cannot hold a value; nothing stays then.
+                truncated, another conversion to this target is unfinished; nothing is written then.
+                Or the target cannot hold a value; nothing stays then.
             OSError: reading or writing failed; what is done stays for the next attempt.
         """
         check_stored(self._source)
@@ -137,6 +138,9 @@ class Converter:
                     lambda job, stop: self._write(job, outputs[job.file.name], stop, advance),
                     workers,
                 )
+            except BridgeError:  # the same input would fail again
+                partial.discard()
+                raise
             finally:
                 for output in outputs.values():
                     output.close()

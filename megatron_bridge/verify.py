@@ -7,8 +7,8 @@ plans that would convert them, window by window.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from math import prod
 
 import torch
@@ -22,7 +22,7 @@ from megatron_bridge.io.store import Stored
 from megatron_bridge.layouts.hf import hf_side
 from megatron_bridge.models.families import canonical_tensors
 from megatron_bridge.plan import plan
-from megatron_bridge.spec import CanonicalTensor
+from megatron_bridge.spec import CanonicalTensor, ModelSpec
 
 _WINDOW_NUMEL = 2 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -30,9 +30,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How a tensor differs."""
+    """How a tensor differs, or one of the model's sizes."""
 
-    tensor: str
+    name: str  # of a tensor, or a field of `ModelSpec`
     what: str
 
 
@@ -42,10 +42,15 @@ class Comparison:
 
     num_tensors: int  # of both together
     num_elements: int  # that were compared
-    differences: tuple[Difference, ...]  # in the model's order
+    sizes: tuple[Difference, ...]  # of the models
+    differences: tuple[Difference, ...]  # of tensors, in the model's order
     dtypes: tuple[
         Difference, ...
     ]  # tensors whose values are equal as far as the narrower dtype goes
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.sizes and not self.differences
 
 
 def verify(
@@ -71,21 +76,22 @@ def verify(
             common.append(tensors[0][name])
         else:
             said = " and ".join("absent" if shape is None else str(list(shape)) for shape in shapes)
-            found[name] = Difference(tensor=name, what=f"is {said}")
+            found[name] = Difference(name=name, what=f"is {said}")
 
     def compare(tensor: CanonicalTensor, stop: threading.Event) -> None:
         name = tensor.name
         with gathers[0].reader(name) as one, gathers[1].reader(name) as other:
             what = _compare(tensor, (one, other), advance, stop)
             if what:
-                found[name] = Difference(tensor=name, what=what)
+                found[name] = Difference(name=name, what=what)
             elif one.dtype != other.dtype:
-                dtypes[name] = Difference(tensor=name, what=f"is {one.dtype} and {other.dtype}")
+                dtypes[name] = Difference(name=name, what=f"is {one.dtype} and {other.dtype}")
 
     in_threads(common, compare, workers)
     return Comparison(
         num_tensors=len(names),
         num_elements=sum(prod(tensor.shape) for tensor in common),
+        sizes=tuple(_of_sizes(first.spec, second.spec)),
         differences=tuple(found[name] for name in names if name in found),
         dtypes=tuple(dtypes[name] for name in names if name in dtypes),
     )
@@ -93,6 +99,14 @@ def verify(
 
 def _tensors(stored: Stored) -> dict[str, CanonicalTensor]:
     return {tensor.name: tensor for tensor in canonical_tensors(stored.spec)}
+
+
+def _of_sizes(first: ModelSpec, second: ModelSpec) -> Iterator[Difference]:
+    """Yield what differs of the two models, but for how their weights were drawn."""
+    for field in fields(ModelSpec):
+        one, other = getattr(first, field.name), getattr(second, field.name)
+        if one != other and field.name != "initializer_range":
+            yield Difference(name=field.name, what=f"is {one} and {other}")
 
 
 def _gather(stored: Stored) -> Gather:

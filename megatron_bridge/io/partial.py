@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_bridge.errors import BridgeError, ConversionError
+from megatron_bridge.errors import ConversionError
 
 _UNFINISHED = ".unfinished"
 Record = dict[str, Any]  # what the journal says of a file, as JSON
@@ -25,8 +25,7 @@ Record = dict[str, Any]  # what the journal says of a file, as JSON
 class PartialFolder:
     """The place where one conversion writes; only one process has it at a time.
 
-    `publish` ends it. Without it, leaving ``with`` keeps what is there for the next attempt, but
-    for a BridgeError: the same input would fail again, so nothing stays.
+    `publish` or `discard` end it. Without them what is there stays for the next attempt.
     """
 
     def __init__(self, target: Path, fingerprint: str):
@@ -61,8 +60,6 @@ class PartialFolder:
         trace: TracebackType | None,
     ) -> None:
         self._journal.close()
-        if isinstance(error, BridgeError) and self._folder.exists():
-            shutil.rmtree(self._folder)
 
     def _lock(self) -> None:
         try:
@@ -107,6 +104,10 @@ class PartialFolder:
     def forget(self, name: str) -> None:
         """Take a file for not written, whatever the journal has."""
         self.records.pop(name, None)
+
+    def discard(self) -> None:
+        """Leave nothing."""
+        shutil.rmtree(self._folder)
 
     def publish(self, closing: Mapping[str, bytes]) -> None:
         """Write the last, small files and let the checkpoint appear under its name.

@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import os
-import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -24,12 +21,13 @@ from megatron_bridge.models.hf_config import hf_config
 from megatron_bridge.parallel import TrainerLayout
 from megatron_bridge.quantize import quantize_blockwise
 from megatron_bridge.spec import ModelSpec
-from tests.unit.megatron_bridge.checkpoints import (
-    Tensors,
-    hf_tensors,
-    make_deepseek,
-    make_mixture,
-    make_spec,
+from tests.unit.megatron_bridge.checkpoints import Tensors, make_deepseek, make_mixture, make_spec
+from tests.unit.megatron_bridge.folders import (
+    content,
+    load_hf,
+    peak_growth,
+    random_tensors,
+    write_hf,
 )
 from tests.unit.megatron_bridge.stored import assert_same, read
 
@@ -42,35 +40,6 @@ MODELS = {
 }
 
 
-def _random(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> Tensors:
-    torch.manual_seed(0)
-    own = {tensor.name: tensor.dtype for tensor in canonical_tensors(spec)}
-    return {
-        name: torch.randn(tensor.shape).to(torch.float32 if own[name] else dtype)
-        for name, tensor in hf_tensors(spec).items()
-    }
-
-
-def _write_hf(folder: Path, spec: ModelSpec, tensors: Tensors, files: int = 2) -> Path:
-    """Write a folder with the safetensors library, in several files."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(spec)))
-    (folder / "tokenizer.json").write_text("{}")
-    names, weight_map = list(tensors), {}
-    for number in range(files):
-        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
-        part = {name: tensors[name].clone() for name in names[number::files]}
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
-def _load(folder: Path) -> Tensors:
-    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
-
-
 def _run(conversion: Conversion, **changes: object) -> list[int]:
     """Convert; return what was said of progress."""
     said: list[int] = []
@@ -78,34 +47,29 @@ def _run(conversion: Conversion, **changes: object) -> list[int]:
     return said
 
 
-def _content(folder: Path) -> dict[str, bytes]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 @pytest.mark.parametrize("window_bytes", [64, 1000, 4 << 20])
 @pytest.mark.parametrize("name", MODELS)
 def test_to_megatron_and_back_every_tensor_has_the_same_bytes(
     name: str, window_bytes: int, tmp_path: Path
 ) -> None:
-    spec, tensors = MODELS[name], _random(MODELS[name])
-    source = _write_hf(tmp_path / "in", spec, tensors)
+    spec, tensors = MODELS[name], random_tensors(MODELS[name])
+    source = write_hf(tmp_path / "in", spec, tensors)
     options = Options(layout=TrainerLayout(vocab_divisor=64), max_file_bytes=60_000)
     there = hf_to_megatron(source, tmp_path / "megatron", options)
     _run(there, window_bytes=window_bytes)
     assert_same(read(open_checkpoint(tmp_path / "megatron", spec)), tensors)
     back = megatron_to_hf(tmp_path / "megatron", tmp_path / "out", None, options)
     _run(back, window_bytes=window_bytes)
-    assert_same(_load(tmp_path / "out"), tensors)
+    assert_same(load_hf(tmp_path / "out"), tensors)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "megatron", "out"]
 
 
 def test_the_manifest_says_what_each_tensor_is_and_where_it_comes_from(tmp_path: Path) -> None:
     spec = MODELS["llama"]
-    tensors = _random(spec)
+    tensors = random_tensors(spec)
     tensors_and_more = {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    source = _write_hf(tmp_path / "in", spec, tensors_and_more)
+    source = write_hf(tmp_path / "in", spec, tensors_and_more)
     conversion = hf_to_megatron(source, tmp_path / "out", Options())
     said = _run(conversion)
     manifest = json.loads((tmp_path / "out" / MANIFEST_NAME).read_text())
@@ -116,8 +80,8 @@ def test_the_manifest_says_what_each_tensor_is_and_where_it_comes_from(tmp_path:
     assert len(set(names)) == len(names)
     read_from: dict[str, int] = {}
     for tensor in manifest["tensors"]:
-        content = (tmp_path / "out" / tensor["file"]).read_bytes()
-        piece = content[tensor["offset"] : tensor["offset"] + tensor["bytes"]]
+        file = (tmp_path / "out" / tensor["file"]).read_bytes()
+        piece = file[tensor["offset"] : tensor["offset"] + tensor["bytes"]]
         assert hashlib.sha256(piece).hexdigest() == tensor["sha256"]
         for origin in tensor["sources"]:
             sizes = [high - low for low, high in zip(*origin["box"], strict=True)]
@@ -129,21 +93,21 @@ def test_the_manifest_says_what_each_tensor_is_and_where_it_comes_from(tmp_path:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_cast_is_that_of_torch(dtype: str, tmp_path: Path) -> None:
     spec = MODELS["deepseek"]
-    tensors = _random(spec, torch.float32)
-    source = _write_hf(tmp_path / "in", spec, tensors)
+    tensors = random_tensors(spec, torch.float32)
+    source = write_hf(tmp_path / "in", spec, tensors)
     _run(hf_to_hf(source, tmp_path / "out", Options(dtype=dtype)))
     wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
     wanted |= {name: t for name, t in tensors.items() if name.endswith("e_score_correction_bias")}
-    assert_same(_load(tmp_path / "out"), wanted)
+    assert_same(load_hf(tmp_path / "out"), wanted)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert dtype in (config.get("dtype"), config.get("torch_dtype"))
 
 
 def test_a_value_that_float16_cannot_hold_is_refused_and_nothing_stays(tmp_path: Path) -> None:
     spec = MODELS["llama"]
-    tensors = _random(spec)
+    tensors = random_tensors(spec)
     tensors["model.norm.weight"][3] = 1e5
-    source = _write_hf(tmp_path / "in", spec, tensors)
+    source = write_hf(tmp_path / "in", spec, tensors)
     with pytest.raises(ConversionError, match=r"model\.norm\.weight holds .* float16"):
         _run(hf_to_hf(source, tmp_path / "out", Options(dtype="float16")))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -187,8 +151,8 @@ def _dequantized(tensors: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 def _fp8_source(folder: Path, tensors: Tensors | None = None) -> tuple[Path, Tensors]:
     spec = _wide()
-    stored = _quantized(_random(spec)) if tensors is None else tensors
-    source = _write_hf(folder, spec, stored)
+    stored = _quantized(random_tensors(spec)) if tensors is None else tensors
+    source = write_hf(folder, spec, stored)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (source / "config.json").write_text(json.dumps(config))
@@ -200,16 +164,16 @@ def test_weights_become_fp8_with_the_scales_of_their_blocks(
     window_bytes: int, tmp_path: Path
 ) -> None:
     spec = _wide()
-    tensors = _random(spec)
-    source = _write_hf(tmp_path / "in", spec, tensors)
+    tensors = random_tensors(spec)
+    source = write_hf(tmp_path / "in", spec, tensors)
     _run(hf_to_hf(source, tmp_path / "out", Options(fp8=True)), window_bytes=window_bytes)
-    assert_same(_load(tmp_path / "out"), _quantized(tensors))
+    assert_same(load_hf(tmp_path / "out"), _quantized(tensors))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     _run(hf_to_megatron(source, tmp_path / "megatron", Options()))
     through = megatron_to_hf(tmp_path / "megatron", tmp_path / "through", None, Options(fp8=True))
     _run(through, window_bytes=window_bytes)
-    assert_same(_load(tmp_path / "through"), _quantized(tensors))
+    assert_same(load_hf(tmp_path / "through"), _quantized(tensors))
 
 
 @pytest.mark.parametrize("window_bytes", [1000, 4 << 20])
@@ -221,7 +185,7 @@ def test_fp8_weights_are_read_with_their_scales(window_bytes: int, tmp_path: Pat
     wide = hf_to_hf(source, tmp_path / "wide", Options(dtype="float32"))
     _run(wide, window_bytes=window_bytes)
     wanted = {name: tensor.float() for name, tensor in _dequantized(stored, torch.float32).items()}
-    assert_same(_load(tmp_path / "wide"), wanted)
+    assert_same(load_hf(tmp_path / "wide"), wanted)
     assert "quantization_config" not in json.loads((tmp_path / "wide/config.json").read_text())
 
 
@@ -231,14 +195,14 @@ def test_fp8_weights_that_stay_fp8_keep_their_bits(tmp_path: Path) -> None:
     shutil.rmtree(source)
     source, _ = _fp8_source(source, stored)
     _run(hf_to_hf(source, tmp_path / "out", Options()), window_bytes=1000)
-    assert_same(_load(tmp_path / "out"), stored)
+    assert_same(load_hf(tmp_path / "out"), stored)
 
 
 def test_a_weight_that_is_not_finite_cannot_become_fp8(tmp_path: Path) -> None:
     spec = _wide()
-    tensors = _random(spec)
+    tensors = random_tensors(spec)
     tensors["model.layers.1.mlp.up_proj.weight"][200, 7] = float("nan")
-    source = _write_hf(tmp_path / "in", spec, tensors)
+    source = write_hf(tmp_path / "in", spec, tensors)
     with pytest.raises(QuantizationError, match="not finite"):
         _run(hf_to_hf(source, tmp_path / "out", Options(fp8=True)))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -299,7 +263,7 @@ def test_a_source_with_a_fault_is_refused_before_anything_is_written(
     spoil: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
     spec = MODELS["mixture"]
-    source = _write_hf(tmp_path / "in", spec, _random(spec))
+    source = write_hf(tmp_path / "in", spec, random_tensors(spec))
     spoil(source)
     for convert in (hf_to_megatron, hf_to_hf):
         with pytest.raises(BridgeError, match=words):
@@ -309,7 +273,7 @@ def test_a_source_with_a_fault_is_refused_before_anything_is_written(
 
 def test_a_file_that_shrinks_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     spec = MODELS["llama"]
-    source = _write_hf(tmp_path / "in", spec, _random(spec))
+    source = write_hf(tmp_path / "in", spec, random_tensors(spec))
     converter = Converter(hf_to_megatron(source, tmp_path / "out", Options()))
     _truncated(source)
     with pytest.raises(ConversionError, match="is truncated: it has"):
@@ -328,7 +292,7 @@ def test_a_scale_grid_that_is_not_that_of_its_weight_is_refused(tmp_path: Path) 
 
 def test_a_layout_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
     spec = MODELS["mixture"]
-    source = _write_hf(tmp_path / "in", spec, _random(spec))
+    source = write_hf(tmp_path / "in", spec, random_tensors(spec))
     for layout, words in (
         (TrainerLayout(tp=3), "tp 3 does not divide"),
         (TrainerLayout(dp=3, ep=3), "ep 3 does not divide"),
@@ -340,12 +304,12 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> N
 
 def test_a_target_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
     spec = MODELS["llama"]
-    source = _write_hf(tmp_path / "in", spec, _random(spec))
+    source = write_hf(tmp_path / "in", spec, random_tensors(spec))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("kept")
     with pytest.raises(ConversionError, match="out exists already"):
         _run(hf_to_megatron(source, tmp_path / "out", Options()))
-    assert _content(tmp_path / "out") == {"precious": b"kept"}
+    assert content(tmp_path / "out") == {"precious": b"kept"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
@@ -376,8 +340,8 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_refused(tmp_path: Path) -
 
 def test_padded_rows_of_the_vocabulary_never_leak(tmp_path: Path) -> None:
     spec = MODELS["llama"]
-    tensors = _random(spec)
-    source = _write_hf(tmp_path / "in", spec, tensors)
+    tensors = random_tensors(spec)
+    source = write_hf(tmp_path / "in", spec, tensors)
     layout = TrainerLayout(tp=2, vocab_divisor=128)
     there = hf_to_megatron(source, tmp_path / "megatron", Options(layout=layout))
     _run(there)
@@ -392,31 +356,31 @@ def test_padded_rows_of_the_vocabulary_never_leak(tmp_path: Path) -> None:
         file.seek(chunk.offset + used)
         file.write(b"\x42" * (chunk.nbytes - used))  # and anything when training has
     _run(megatron_to_hf(tmp_path / "megatron", tmp_path / "out", None, Options()))
-    assert_same(_load(tmp_path / "out"), tensors)
+    assert_same(load_hf(tmp_path / "out"), tensors)
 
 
 def test_tied_models_write_one_tensor_also_where_the_source_has_two(tmp_path: Path) -> None:
     spec = MODELS["tied"]
-    tensors = _random(spec)
+    tensors = random_tensors(spec)
     twice = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-    source = _write_hf(tmp_path / "in", spec, twice)
+    source = write_hf(tmp_path / "in", spec, twice)
     _run(hf_to_hf(source, tmp_path / "out", Options()))
-    assert_same(_load(tmp_path / "out"), tensors)
+    assert_same(load_hf(tmp_path / "out"), tensors)
     manifest = json.loads((tmp_path / "out" / MANIFEST_NAME).read_text())
     assert "tied" in manifest["dropped"]["lm_head.weight"]
 
 
 def test_layers_that_predict_further_tokens_are_left_out_on_request_only(tmp_path: Path) -> None:
     spec = MODELS["mtp"]
-    tensors = _random(spec)
-    source = _write_hf(tmp_path / "in", spec, tensors)
+    tensors = random_tensors(spec)
+    source = write_hf(tmp_path / "in", spec, tensors)
     _run(hf_to_hf(source, tmp_path / "kept", Options()))
-    assert_same(_load(tmp_path / "kept"), tensors)
+    assert_same(load_hf(tmp_path / "kept"), tensors)
     _run(hf_to_megatron(source, tmp_path / "megatron", Options(mtp=False)))
     _run(megatron_to_hf(tmp_path / "megatron", tmp_path / "out", None, Options()))
     further = f"model.layers.{spec.num_layers}."
     main = {name: tensor for name, tensor in tensors.items() if not name.startswith(further)}
-    assert_same(_load(tmp_path / "out"), main)
+    assert_same(load_hf(tmp_path / "out"), main)
     manifest = json.loads((tmp_path / "megatron" / MANIFEST_NAME).read_text())
     assert manifest["dropped"].keys() == tensors.keys() - main.keys()
 
@@ -424,35 +388,19 @@ def test_layers_that_predict_further_tokens_are_left_out_on_request_only(tmp_pat
 # --- Memory -----------------------------------------------------------------------------------
 
 
-def _measure(source: Path, target: Path, growth: object) -> None:
-    torch.set_num_threads(1)
-    conversion = hf_to_megatron(source, target, Options(dtype="float32"))
-    converter = Converter(conversion)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    converter.run(lambda _: None)
-    growth.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)  # type: ignore[attr-defined]
-
-
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A tensor of 128 MB, cast to 256 MB, in a process that had neither before."""
     spec = make_spec(vocab_size=1 << 17, hidden_size=512, num_layers=1)
-    source = _write_hf(tmp_path / "in", spec, _random(spec))
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["megatron_bridge.conversions"])
-    growth = context.SimpleQueue()
-    process = context.Process(target=_measure, args=(source, tmp_path / "out", growth))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert growth.get() * 1024 < 48 << 20
-    assert os.path.getsize(next((tmp_path / "out").glob("*.distcp"))) > 256 << 20
+    source = write_hf(tmp_path / "in", spec, random_tensors(spec))
+    assert peak_growth(source, tmp_path / "out", "float32") < 48 << 20
+    assert next((tmp_path / "out").glob("*.distcp")).stat().st_size > 256 << 20
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
-    one = _write_hf(tmp_path / "one", MODELS["llama"], _random(MODELS["llama"]))
+    one = write_hf(tmp_path / "one", MODELS["llama"], random_tensors(MODELS["llama"]))
     other = make_spec(num_layers=5)
     target = hf_to_hf(
-        _write_hf(tmp_path / "other", other, _random(other)), tmp_path / "out", Options()
+        write_hf(tmp_path / "other", other, random_tensors(other)), tmp_path / "out", Options()
     ).target
     with pytest.raises(PlanError, match=r"model\.layers\.5\."):
         Converter(Conversion(source=open_hf(one), target=target, folder=tmp_path / "out"))
