@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_bridge.box import Box
 from megatron_bridge.errors import ConversionError, PlanError
+from megatron_bridge.io.repeats import check_repeats
 from megatron_bridge.io.store import Chunk, Place, Stored, Target, TargetFile
 from megatron_bridge.operations import BLOCK
 from megatron_bridge.side import Side
@@ -20,7 +21,7 @@ def check_stored(stored: Stored) -> None:
 
     Raises:
         ConversionError: a file that is missing or too short, a parameter with a gap, scales that
-            do not fit their weight.
+            do not fit their weight, a repeated tensor that differs.
     """
     ends: dict[str, tuple[int, str]] = {}  # by file: where its last tensor ends, and its name
     for (_, name), chunks in stored.chunks.items():
@@ -39,6 +40,7 @@ def check_stored(stored: Stored) -> None:
     fault = _uncovered(stored.side, stored.chunks)
     if fault:
         raise ConversionError(f"{stored.folder}: {fault}")
+    check_repeats(stored.folder, stored.repeats)
 
 
 def prove_files(target: Target) -> None:

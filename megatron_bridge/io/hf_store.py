@@ -15,7 +15,15 @@ from megatron_bridge.box import Box
 from megatron_bridge.errors import ConversionError
 from megatron_bridge.io.hf import INDEX_NAME, SINGLE_NAME, read_index
 from megatron_bridge.io.safetensors_header import header_bytes, read_header
-from megatron_bridge.io.store import Chunk, Form, Stored, StoredTensor, Target, TargetFile
+from megatron_bridge.io.store import (
+    Chunk,
+    Form,
+    Repeat,
+    Stored,
+    StoredTensor,
+    Target,
+    TargetFile,
+)
 from megatron_bridge.io.torch_archive import Located
 from megatron_bridge.layouts.hf import hf_side
 from megatron_bridge.layouts.quantized import FP8
@@ -84,13 +92,17 @@ def _located(folder: Path) -> _Tensors:
     return found
 
 
+def _aliases(spec: ModelSpec) -> dict[str, str]:
+    """Return names under which a folder may hold a tensor once more."""
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if spec.tied_embeddings else {}
+    return {**tied, **mtp_aliases(spec)}
+
+
 def _reason_to_drop(name: str, spec: ModelSpec, with_mtp: ModelSpec) -> str:
     """Return why a tensor that is none of the model's may be left out; empty where it may not."""
-    aliases = mtp_aliases(with_mtp)
+    aliases = _aliases(with_mtp)
     if name.endswith("rotary_emb.inv_freq"):
         return "rotary inverse frequencies follow from config.json"
-    if name == "lm_head.weight" and spec.tied_embeddings:
-        return "tied to model.embed_tokens.weight"
     if name in aliases:
         return f"repeats {aliases[name]}"
     layers = range(spec.num_layers, with_mtp.num_layers + with_mtp.num_mtp_layers)
@@ -160,6 +172,11 @@ def open_hf(folder: Path, *, mtp: bool = True) -> Stored:
             for name, (_, tensor) in found.items()
         ),
         dropped=dropped,
+        repeats=tuple(
+            Repeat(name=name, read=_chunk(*found[kept]), other=_chunk(*found[name]))
+            for name, kept in _aliases(with_mtp).items()
+            if name in found
+        ),
     )
 
 

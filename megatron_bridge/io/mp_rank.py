@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_bridge.box import Box
 from megatron_bridge.errors import ConversionError
-from megatron_bridge.io.store import Chunk, Place, Stored, StoredTensor
+from megatron_bridge.io.store import Chunk, Place, Repeat, Stored, StoredTensor
 from megatron_bridge.io.torch_archive import Located, read_archive
 from megatron_bridge.io.torch_dist import checkpoint_folder
 from megatron_bridge.layouts.megatron import megatron_side
@@ -95,6 +95,7 @@ def open_mp_rank(folder: Path, spec: ModelSpec, *, mtp: bool = True) -> Stored:
             if isinstance(tensor, Located)
         ),
         dropped=dropped,
+        repeats=tuple(_repeats(side, chunks)),
     )
 
 
@@ -269,3 +270,23 @@ def _chunks(
             chunk = Chunk(box=box, dtype=tensor.dtype, file=files[rank], offset=tensor.offset)
             chunks[rank, param.name] = (chunk,)
     return chunks
+
+
+def _repeats(side: Side, chunks: dict[Place, tuple[Chunk, ...]]) -> Iterator[Repeat]:
+    """Yield what several ranks hold alike, and the copies of a tied embedding."""
+    for block in side.blocks:
+        for index, (first, *others) in enumerate(block.ranks):
+            for param in block.expand(index):
+                (read,) = chunks[first, param.name]
+                for rank in others:
+                    (other,) = chunks[rank, param.name]
+                    yield Repeat(name=param.name, read=read, other=other)
+    original = next(block for block in side.blocks if block.variants[0][0].name == _EMBEDDING)
+    for block in side.blocks:
+        for index, (rank, *_) in enumerate(block.ranks if block.is_copy else ()):
+            for param in block.expand(index):
+                (read,) = chunks[original.ranks[index][0], _EMBEDDING]
+                (other,) = chunks[rank, param.name]
+                for shard in param.shards:  # whole rows; what is behind them is padding
+                    rows = replace(read, box=shard.local), replace(other, box=shard.local)
+                    yield Repeat(name=param.name, read=rows[0], other=rows[1])

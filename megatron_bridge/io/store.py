@@ -49,6 +49,15 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """Elements that a checkpoint holds twice: what is not read must be what is."""
+
+    name: str  # for people to read
+    read: Chunk
+    other: Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A checkpoint as it lies on disk.
 
@@ -64,6 +73,7 @@ class Stored:
     chunks: Mapping[Place, tuple[Chunk, ...]]
     tensors: tuple[StoredTensor, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)  # left out on purpose -> reason
+    repeats: tuple[Repeat, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
