@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from megatron_bridge.errors import ConversionError
+from megatron_bridge.io.coverage import check_stored
 from megatron_bridge.io.hf_store import hf_target, open_hf
 from megatron_bridge.io.store import Form
 from megatron_bridge.models.families import canonical_tensors
@@ -131,10 +132,17 @@ def test_tensors_that_follow_from_others_are_dropped_with_their_reason(tmp_path:
     save_file(whole | extra, folder / "model.safetensors")
     stored = open_hf(folder)
     assert stored.dropped == {
-        "lm_head.weight": "tied to model.embed_tokens.weight",
+        "lm_head.weight": "repeats model.embed_tokens.weight",
         inverse: "rotary inverse frequencies follow from config.json",
     }
     assert_same(read(stored), whole)
+    check_stored(stored)
+    extra["lm_head.weight"][89, 31] += 1
+    save_file(whole | extra, folder / "model.safetensors")
+    with pytest.raises(
+        ConversionError, match=r"lm_head\.weight of .* differs from what it repeats"
+    ):
+        check_stored(open_hf(folder))
 
 
 # --- Multi-token prediction -------------------------------------------------------------------

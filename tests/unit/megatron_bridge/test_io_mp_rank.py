@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_bridge.errors import ConversionError
+from megatron_bridge.io.coverage import check_stored
 from megatron_bridge.io.formats import open_checkpoint
 from megatron_bridge.layouts.hf import hf_side
 from megatron_bridge.parallel import TrainerLayout
@@ -109,6 +110,7 @@ def test_every_division_is_read(
     assert stored.format == "mp_rank"
     assert_same(read(stored), whole)
     plan(stored.side, hf_side(spec, 0))  # proves itself
+    check_stored(stored)
     assert set(stored.dropped.values()) == {
         "state of low-precision kernels",
         "state of the training run",
@@ -149,6 +151,23 @@ def _change(folder: Path, rank: str, name: str, value: object) -> None:
     else:
         content["model"][name] = value
     torch.save(content, path)
+
+
+def test_replicas_and_tied_copies_that_differ_are_named(tmp_path: Path) -> None:
+    layout, stages = TrainerLayout(tp=2, pp=2), [[0, 1], [2, 3]]
+
+    def change(rank: str, name: str, *shape: int) -> None:
+        _write(tmp_path, TIED, layout, stages)
+        _change(tmp_path, rank, name, torch.ones(shape))
+
+    change("mp_rank_01_001", "output_layer.weight", 128, 16)  # the vocabulary's padding
+    check_stored(open_checkpoint(tmp_path, TIED))
+    change("mp_rank_00_001", "output_layer.weight", 128, 16)
+    with pytest.raises(ConversionError, match=r"output_layer\.weight of .*00_001.* differs"):
+        check_stored(open_checkpoint(tmp_path, TIED))
+    change("mp_rank_01_001", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight", 16)
+    with pytest.raises(ConversionError, match=r"layers\.2\.mlp.* of .*01_001.* differs"):
+        check_stored(open_checkpoint(tmp_path, TIED))
 
 
 def test_files_that_lack_and_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
