@@ -127,17 +127,12 @@ def contents_table(stored: Stored) -> Group:
         ("tensors", f"{len(stored.tensors):,} in {len({chunk.file for chunk in kept})} files"),
         ("bytes", f"{sum(chunk.nbytes for chunk in kept):,}"),
         ("dtypes", ", ".join(f"{dtype} {size:,}" for dtype, size in dtypes.most_common())),
-        ("parallel layout", _layout(stored)),
+        ("parallel layout", stored.layout),
         ("ties", "lm_head = embed_tokens" if spec.tied_embeddings else "none"),
         *(("left out", f"{name}: {why}") for name, why in stored.dropped.items()),
     ):
         facts.add_row(what, said)
     return Group(tensors, facts)
-
-
-def _layout(stored: Stored) -> str:
-    ranks = len(stored.side.ranks)
-    return "none: whole tensors" if ranks == 1 else f"{ranks} ranks"
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:

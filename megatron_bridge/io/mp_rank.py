@@ -34,6 +34,8 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])
 _EMBEDDING = "embedding.word_embeddings.weight"
 _FINAL_NORM = "decoder.final_layernorm.weight"
 
+_AXES = ("tp", "pp", "vpp", "ep", "etp")
+
 Coordinate = tuple[int, int, int]  # tp, pp, ep
 
 
@@ -96,6 +98,7 @@ def open_mp_rank(folder: Path, spec: ModelSpec, *, mtp: bool = True) -> Stored:
         ),
         dropped=dropped,
         repeats=tuple(_repeats(side, chunks)),
+        layout=", ".join(f"{axis} {getattr(layout, axis)}" for axis in _AXES),
     )
 
 

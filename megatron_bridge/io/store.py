@@ -74,6 +74,7 @@ class Stored:
     tensors: tuple[StoredTensor, ...] = ()
     dropped: Mapping[str, str] = field(default_factory=dict)  # left out on purpose -> reason
     repeats: tuple[Repeat, ...] = ()
+    layout: str = "none: whole tensors"  # how ranks divide the model, for people to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

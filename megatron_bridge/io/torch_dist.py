@@ -7,6 +7,7 @@ in a few files; ``.metadata`` says which is where. `layouts.torch_dist` says wha
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,6 +37,7 @@ COMMON_NAME = "common.pt"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 TRAINER_NAME = "trainer"  # where a training run's own checkpoints keep theirs
 _EMBEDDING = "embedding.word_embeddings.weight"
+_NUMBER = re.compile(r"\d+")
 _DROPPED = {  # by what a name holds
     "optimizer.": "state of the optimizer",
     "_extra_state": "state of low-precision kernels",
@@ -82,7 +84,8 @@ def open_torch_dist(folder: Path, spec: ModelSpec, *, mtp: bool = True) -> Store
     side = _side(folder, spec, tensors, prefix)
     wanted = _check_shapes(folder, side, tensors, prefix)
     repeated = _repeated(tensors, wanted)
-    others = [name for name in (*tensors, *objects) if name not in wanted | repeated.keys()]
+    others = [name for name in tensors if name not in wanted and name not in repeated]
+    others += dict.fromkeys(_NUMBER.sub("*", name) for name in objects)
     dropped = repeated | _dropped(folder, others, prefix, mtp)
     if (folder / COMMON_NAME).is_file():
         dropped[COMMON_NAME] = "settings and schedule of the training run"
@@ -98,6 +101,7 @@ def open_torch_dist(folder: Path, spec: ModelSpec, *, mtp: bool = True) -> Store
             if name not in repeated
         ),
         dropped=dropped,
+        layout="none: loads at any",
     )
 
 

@@ -108,6 +108,8 @@ def test_every_division_is_read(
     whole = _write(tmp_path, spec, layout, stages, te)
     stored = open_checkpoint(tmp_path, spec)
     assert stored.format == "mp_rank"
+    said = f"tp {layout.tp}, pp {layout.pp}, vpp {layout.vpp}, ep {layout.ep}, etp {layout.etp}"
+    assert stored.layout == said
     assert_same(read(stored), whole)
     plan(stored.side, hf_side(spec, 0))  # proves itself
     check_stored(stored)
