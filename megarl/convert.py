@@ -8,14 +8,24 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from megarl.convert_report import comparison_lines, contents_table, counting, plan_table
+from megarl.convert_report import (
+    comparison_lines,
+    contents_table,
+    counting,
+    estimate,
+    figures,
+    peak_rss_bytes,
+    plan_table,
+)
 from megatron_bridge.conversions import (
     DTYPES,
     Options,
@@ -29,6 +39,7 @@ from megatron_bridge.convert import Conversion, Converter
 from megatron_bridge.errors import BridgeError, ConversionError
 from megatron_bridge.io.meta import open_meta
 from megatron_bridge.io.store import Stored
+from megatron_bridge.models.families import canonical_tensors
 from megatron_bridge.models.meta_llama import RELEASES
 from megatron_bridge.parallel import TrainerLayout
 from megatron_bridge.verify import verify
@@ -66,19 +77,26 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     for sub in (compare, show):
         sub.add_argument("--config", type=Path, metavar="PATH", help=_CONFIG_HELP)
         sub.add_argument("--llama", choices=RELEASES, help="the release of an original Llama")
-        sub.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+        sub.add_argument("--workers", type=_positive, default=os.cpu_count() or 1)
 
 
 _NO_ARGUMENTS_HELP = "keep no arguments of Megatron-LM: for a model that it cannot be told of"
 _CONFIG_HELP = "folder, config.json or file of configs/models with the sizes of a Megatron model"
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show the plan; read no weights")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--dtype", choices=("keep", *DTYPES), default="keep")
     parser.add_argument("--drop-mtp", action="store_true", help="leave out MTP layers")
     parser.add_argument("--max-file-gib", type=float, default=5.0, help="size of the new files")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads")
+    parser.add_argument("--workers", type=_positive, default=os.cpu_count() or 1, help="threads")
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
@@ -118,13 +136,30 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     if arguments.what == "verify":
         return _verify(arguments, console)
+    return _convert(arguments, console)
+
+
+def _convert(arguments: argparse.Namespace, console: Console) -> int:
+    start = time.perf_counter()
     converter = Converter(_conversion(arguments))
     if arguments.dry_run:
-        console.print(plan_table(converter))
+        seconds, speed = estimate(converter)
+        if arguments.json:
+            console.print_json(data=figures(converter, seconds))
+        else:
+            console.print(plan_table(converter, seconds, speed))
         return 0
-    with counting(console, "converting", converter.num_bytes, "bytes") as advance:
+    shown = Console(stderr=True) if arguments.json else console
+    with counting(shown, "converting", converter.num_bytes, "bytes") as advance:
         converter.run(advance)
-    console.print(f"[green]done[/green]: {arguments.target}", highlight=False)
+    seconds = time.perf_counter() - start
+    if arguments.json:
+        found = {**figures(converter, seconds), "peak_rss_bytes": peak_rss_bytes()}
+        console.print_json(data=found)
+        return 0
+    speed = converter.num_bytes / seconds
+    said = f"{converter.num_bytes / 1e9:.2f} GB in {seconds:.1f} s, {speed / 1e6:.0f} MB/s"
+    console.print(f"[green]done[/green]: {arguments.target} ({said})", highlight=False)
     return 0
 
 
@@ -138,9 +173,7 @@ def _open(path: Path, arguments: argparse.Namespace) -> Stored:
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     first, second = _open(arguments.first, arguments), _open(arguments.second, arguments)
-    total = sum(
-        shard.box.numel for m in first.side.manifests() for p in m.params for shard in p.shards
-    )
+    total = sum(prod(tensor.shape) for tensor in canonical_tensors(first.spec))
     with counting(console, "comparing", total, "elements") as advance:
         comparison = verify(first, second, advance, arguments.workers)
     for line in comparison_lines(comparison):

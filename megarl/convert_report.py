@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.progress import (
@@ -49,8 +50,32 @@ def counting(console: Console, what: str, total: int, unit: str) -> Iterator[Cal
         yield lambda count: progress.advance(task, count)
 
 
-def plan_table(converter: Converter) -> Group:
-    """Return the whole plan of a conversion."""
+def figures(converter: Converter, seconds: float) -> dict[str, float]:
+    """Return a conversion in numbers, with the seconds it will take or took."""
+    target = converter.conversion.target
+    return {
+        "parameters": converter.num_parameters,
+        "tensors": len(canonical_tensors(target.spec)),
+        "bytes": converter.num_bytes,
+        "largest_tensor_bytes": converter.largest_tensor_bytes,
+        "peak_bytes": converter.peak_bytes,
+        "files": len(target.files) + len(target.closing),
+        "workers": converter.conversion.workers,
+        "seconds": seconds,
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory that this process ever had, mapped files included.
+
+    Not that of `getrusage`, which begins with what the process had that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def plan_table(converter: Converter, seconds: float, speed: float) -> Group:
+    """Return the whole plan of a conversion, with what it is estimated to take."""
     source, target = converter.conversion.source, converter.conversion.target
     files = Table(title=f"{source.format} -> {target.format}: {converter.conversion.folder}")
     for column in ("file", "tensors", "bytes"):
@@ -60,7 +85,6 @@ def plan_table(converter: Converter) -> Group:
     for name, content in target.closing.items():
         files.add_row(name, "", f"{len(content):,}")
     parameters = converter.num_parameters
-    seconds, speed = _estimate(converter)
     facts = Table(show_header=False)
     for what, said in (
         ("family", target.spec.family),
@@ -79,7 +103,7 @@ def plan_table(converter: Converter) -> Group:
     return Group(files, facts)
 
 
-def _estimate(converter: Converter) -> tuple[float, float]:
+def estimate(converter: Converter) -> tuple[float, float]:
     """Return seconds, and bytes per second that this machine digests and hands to its files."""
     parents = converter.conversion.folder.absolute().parents
     content = bytes(_PROBE_BYTES)

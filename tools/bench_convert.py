@@ -1,8 +1,10 @@
 """Measure conversion against ``cp``: ``python -m tools.bench_convert --json``.
 
 Writes a synthetic checkpoint of Llama's shape, copies its files with ``cp``, and converts them to
-Megatron's torch_dist with the command that a user calls; takes turns, and takes the median. The
-conversion's seconds and peak memory are those of the whole command, Python's start included.
+Megatron's torch_dist with the command that a user calls; takes turns, and takes the median. A
+conversion's seconds are from the first look at the source to the target's name, planning and digests
+included. Python's start and imports, the same for a model of any size, are in ``command_seconds``
+only. Peak memory is that of the whole command.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,37 +34,43 @@ from megatron_bridge.models.families import canonical_tensors
 from megatron_bridge.models.hf_config import hf_config
 from megatron_bridge.spec import ModelSpec
 
-_LAYER_NUMEL = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096  # of Llama-3.1-8B
-_OUTER_NUMEL = 2 * 128256 * 4096
 _PIECE_BYTES = 8 << 20
 _FINITE = np.uint64(0xBFFFBFFFBFFFBFFF)  # clears the highest bit of each bfloat16's exponent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One conversion, as its process saw it."""
+    """One conversion."""
 
     seconds: float
+    command_seconds: float  # with Python's start
     peak_rss_bytes: int
 
 
 def spec_of_bytes(num_bytes: float) -> ModelSpec:
-    """Return Llama-3.1-8B with so many layers that its bfloat16 weights have about this size."""
-    layers = max(1, round((num_bytes / 2 - _OUTER_NUMEL) / _LAYER_NUMEL))
-    return ModelSpec(
+    """Return Llama-3.1-8B with so many layers that its bfloat16 weights have about this size.
+
+    Below 4 GB all its widths are an eighth of what they are.
+    """
+    scale = 1 if num_bytes >= 4e9 else 8
+    spec = ModelSpec(
         family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        ffn_size=14336,
-        num_layers=layers,
-        num_heads=32,
-        num_kv_heads=8,
+        vocab_size=128256 // scale,
+        hidden_size=4096 // scale,
+        ffn_size=14336 // scale,
+        num_layers=1,
+        num_heads=32 // scale,
+        num_kv_heads=8 // scale,
         head_dim=128,
         norm_eps=1e-5,
         rope_theta=5e5,
         max_positions=8192,
         tied_embeddings=False,
     )
+    sizes = [(2 * prod(tensor.shape), tensor.layer) for tensor in canonical_tensors(spec)]
+    outer = sum(size for size, layer in sizes if layer is None)
+    inner = sum(size for size, layer in sizes if layer is not None)
+    return replace(spec, num_layers=max(1, round((num_bytes - outer) / inner)))
 
 
 def write_checkpoint(spec: ModelSpec, folder: Path) -> int:
@@ -108,18 +117,24 @@ def measure_conversion(source: Path, target: Path, workers: int) -> Measured:
     Raises:
         SystemExit: it failed.
     """
-    command = [sys.executable, "-m", "tools.convert_checkpoint", "hf-to-megatron"]
+    command = [sys.executable, "-m", "tools.convert_checkpoint", "hf-to-megatron", "--json"]
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, str(source), str(target), "--workers", str(workers)], stdout=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = time.perf_counter() - start
-    if process.returncode:
-        sys.exit(f"the conversion ended with exit code {process.returncode}")
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [*command, str(source), str(target), "--workers", str(workers)], stdout=said
+        )
+        code = process.wait()
+        seconds = time.perf_counter() - start
+        if code:
+            sys.exit(f"the conversion ended with exit code {code}")
+        said.seek(0)
+        found = json.loads(said.read())
     _remove(target)
-    return Measured(seconds=seconds, peak_rss_bytes=usage.ru_maxrss * 1024)
+    return Measured(
+        seconds=found["seconds"],
+        command_seconds=seconds,
+        peak_rss_bytes=found["peak_rss_bytes"],
+    )
 
 
 def _remove(folder: Path) -> None:
@@ -140,6 +155,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             measure_conversion(folder / "source", folder / "converted", arguments.workers)
         )
     copied, converted = median(copies), median(found.seconds for found in conversions)
+    command = median(found.command_seconds for found in conversions)
     largest = 2 * spec.vocab_size * spec.hidden_size
     return {
         "copy_seconds": copied,
@@ -148,6 +164,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "peak_rss_bytes": max(found.peak_rss_bytes for found in conversions),
         "largest_tensor_bytes": largest,
         "peak_rss_bound_bytes": 2 * largest + 500_000_000,
+        "command_seconds": command,
+        "command_ratio_to_copy": copied / command,
         "bytes": num_bytes,
         "convert_bytes_per_second": num_bytes / converted,
         "workers": arguments.workers,

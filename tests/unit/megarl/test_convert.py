@@ -94,6 +94,24 @@ def test_there_and_back_and_verified(source: Path, tmp_path: Path) -> None:
     assert f"{count} of {count} tensors agree" in said
 
 
+def test_json_has_the_figures_of_a_plan_and_of_a_conversion(source: Path, tmp_path: Path) -> None:
+    numel = sum(tensor.numel() for tensor in random_tensors(SPEC).values())
+    files: list[int] = []
+    for more in (["--dry-run"], []):
+        code, said = _run("hf-to-hf", source, tmp_path / "out", "--json", *more)
+        assert code == 0
+        found = json.loads(said)
+        assert found["parameters"] == numel
+        assert found["tensors"] == len(random_tensors(SPEC))
+        assert found["seconds"] > 0
+        files.append(found["files"])
+        assert (tmp_path / "out").exists() is not bool(more)
+    written = [path for path in (tmp_path / "out").iterdir() if "manifest" not in path.name]
+    assert files == [len(written)] * 2
+    weights = tmp_path / "out" / "model.safetensors"
+    assert weights.stat().st_size == found["bytes"]
+
+
 def test_verify_ends_with_one_where_tensors_differ(source: Path, tmp_path: Path) -> None:
     tensors = random_tensors(SPEC)
     tensors["model.norm.weight"] += 1
