@@ -88,8 +88,11 @@ class LocalLauncher:
         ranks = self._ranks = LocalRanks(self._job)
         if self._signals:
             ranks.request_stop()
-        places = ", ".join(f"{len(p.ranks)} {p.name}" for p in self._job.topology.places)
-        self._say(f"starting {places} ranks; their logs are in {self._job.folder / 'logs'}")
+        topology = self._job.topology
+        places = ", ".join(f"{len(place.ranks)} {place.name}" for place in topology.places)
+        self._say(
+            f"starting {topology.size} ranks ({places}); their logs are in {self._job.folder / 'logs'}"
+        )
         try:
             ranks.start(arguments)
             failed = self._watch(ranks)

@@ -119,6 +119,7 @@ def validate(config: RunConfig) -> None:
     """
     _validate_layouts(config)
     _validate_trainer(config.trainer)
+    _validate_schedule(config)
     for key in ("dtype", "generator_dtype"):
         value = getattr(config.model, key)
         allowed = ("float32", "bfloat16") + (("",) if key == "generator_dtype" else ())
@@ -257,6 +258,19 @@ def _validate_colocated(config: RunConfig) -> None:
         "generator.layout",
         generator,
         f"of {trainer} ranks, as the trainer's, for placement=colocated: each rank is both",
+    )
+
+
+def _validate_schedule(config: RunConfig) -> None:
+    trainer, steps = config.trainer, config.max_steps * config.trainer.updates_per_batch
+    _require(
+        trainer.lr_warmup_steps >= 0, "trainer.lr_warmup_steps", trainer.lr_warmup_steps, ">= 0"
+    )
+    _require(
+        trainer.lr_decay_style == "constant" or trainer.lr_warmup_steps < steps,
+        "trainer.lr_warmup_steps",
+        trainer.lr_warmup_steps,
+        f"below the run's {steps} optimizer steps, with which {trainer.lr_decay_style} decay ends",
     )
 
 

@@ -198,6 +198,8 @@ def imbalances(study: Study) -> tuple[float, float]:
     mean = sum(by_stage.values()) / layout.world_size
     busiest = max(sent[rank] for rank in range(layout.world_size))
     stage = max(by_stage.values()) / (layout.world_size // layout.pp)
+    if not mean:  # every trainer rank gives only itself
+        return 1.0, 1.0
     return busiest / mean, stage / mean
 
 

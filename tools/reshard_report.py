@@ -107,8 +107,12 @@ def _seconds(study: Study) -> Table:
         ("predicted", best.seconds),
     ]
     cells = [
-        (name, f"{seconds:.4f}", f"{floor.seconds / seconds:.0%}" if name in _WHOLE else "")
-        for name, seconds in rows
+        (
+            name,
+            f"{seconds:.4f}",
+            f"{floor.seconds / seconds:.0%}" if name in _WHOLE and seconds else "",
+        )
+        for name, seconds in rows  # nothing takes seconds where each rank gives only itself
     ]
     title = f"Seconds on {study.cluster.name or 'the cluster'}"
     return _table(title, ("", "seconds", "floor / this"), cells)

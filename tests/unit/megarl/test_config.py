@@ -70,6 +70,7 @@ def test_the_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None
         ("model.dtype=float16", ["model.dtype", "float16"]),
         ("trainer.lr_decay_style=step", ["lr_decay_style", "cosine"]),
         ("fault.timeout_seconds=0", ["fault.timeout_seconds", "above 0"]),
+        ("trainer.lr_warmup_steps=-1", ["trainer.lr_warmup_steps", ">= 0", "-1"]),
         ("trainer.updates_per_batch=0", ["trainer.updates_per_batch", "at least 1", "0"]),
         ("weights.sync_every=0", ["weights.sync_every", "at least 1", "0"]),
         ("weights.sync_every=3", ["max_staleness", "at least 2", "sync_every=3", "got 1"]),
@@ -104,6 +105,14 @@ def test_weights_may_travel_less_often_where_tokens_may_be_old_enough(tmp_path: 
         load_config(path, ("mode=sync", "max_staleness=2"))
     with pytest.raises(ConfigError, match=r"eval\.test_freq must be a multiple of .*=3.*, got 4"):
         load_config(path, ("max_staleness=2", "eval.test_freq=4"))
+
+
+def test_a_decay_needs_steps_behind_the_warm_up(tmp_path: Path) -> None:
+    path = _write(tmp_path, "max_steps: 10\ntrainer: {lr_warmup_steps: 10}\n")
+    load_config(path)
+    with pytest.raises(ConfigError, match=r"lr_warmup_steps must be below .* 10 .*, got 10$"):
+        load_config(path, ("trainer.lr_decay_style=cosine",))
+    load_config(path, ("trainer.lr_decay_style=cosine", "trainer.updates_per_batch=2"))
 
 
 def test_leave_one_out_needs_two_samples(tmp_path: Path) -> None:

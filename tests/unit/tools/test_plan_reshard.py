@@ -93,6 +93,20 @@ def test_all_messages_of_a_small_run_are_counted(capsys: pytest.CaptureFixture[s
     assert found["num_operations"] >= found["num_messages"]
 
 
+def test_ranks_that_give_themselves_alone_send_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [
+        "configs/quickstart.yaml",
+        "model.architecture=configs/models/qwen3_8b.yaml",
+        "weights.cluster=configs/clusters/cpu_machine.yaml",
+        *("placement=colocated", "mode=sync", "trainer.layout.tp=1", "generator.layout.tp=1"),
+    ]
+    found = _figures(capsys, *arguments)
+    assert (found["bytes_total"], found["imbalance"]) == (0, 1)
+    assert main(arguments) == 0
+
+
 def test_the_report_and_the_picture_are_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
