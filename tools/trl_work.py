@@ -18,7 +18,8 @@ RESPONSE_TOKENS = 48  # of every response: EOS is out of reach
 VOCAB_SIZE = 512
 LR = 1e-4
 WARM_UP_STEPS = 2  # not counted, on both sides
-DRAIN_STEPS = 2  # not counted: the last batches are trained on while nobody samples
+MAX_STALENESS = 2  # of megarl's batches, in versions
+DRAIN_STEPS = MAX_STALENESS + 1  # not counted: the last batches' prompts are sampled already
 MODEL, PROMPTS = "model", "prompts.jsonl"
 
 _PAD, _BOS, _EOS = 0, 1, 2
@@ -147,6 +148,7 @@ def megarl_config(work: Work) -> dict[str, Any]:
         "name": "megarl",
         "run_dir": str(work.folder),
         "mode": "async",
+        "max_staleness": MAX_STALENESS,
         "max_steps": work.total_steps,
         "model": {"path": str(work.model)},
         "trainer": {
@@ -155,11 +157,16 @@ def megarl_config(work: Work) -> dict[str, Any]:
             "max_tokens_per_micro_batch": 4096,
         },
         # vLLM's CPU blocks hold 128 tokens, so each sequence takes one: 512 and one it keeps free.
-        "generator": {"max_running_sequences": NUM_PROMPTS * NUM_SAMPLES, "kv_cache_gib": 0.125},
+        "generator": {
+            "max_running_sequences": NUM_PROMPTS * NUM_SAMPLES,
+            "kv_cache_gib": 0.125,
+            "prefix_caching": False,
+        },
         "rollout": {
             "n": NUM_SAMPLES,
             "temperature": 1.0,
             "max_response_length": RESPONSE_TOKENS,
+            "partial_kv": "keep",
         },
         "data": {
             "train_path": str(work.prompts),

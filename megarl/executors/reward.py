@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLES_FILE = "samples.jsonl"  # of the run folder: greedy answers to one held-out prompt
 _LAST_METRICS = "metrics/generator"  # with them a step's record is complete
-_LOOK_SECONDS = 0.005  # how often a serving rank looks whether the trainer has arrived
+_LOOK_SECONDS = 0.01  # how often a serving rank looks whether the trainer has arrived
 
 MetricSink = Callable[[int, dict[str, float]], None]
 
