@@ -54,8 +54,6 @@ def settings(config: RunConfig, vocab_size: int) -> Settings:
     found = {f"{part}.{key}": value for part, held in kept.items() for key, value in held.items()}
     if config.trainer.lr_decay_style != "constant":
         found["max_steps"] = config.max_steps  # the decay ends there
-    if config.trainer.updates_per_batch > 1:  # which sequences an update has depends on it
-        found["trainer.layout.dp"] = config.trainer.layout.dp
     return {
         **found,
         "seed": config.seed,

@@ -29,18 +29,20 @@ def split(
     multiple_of: int = 1,
     num_updates: int = 1,
 ) -> list[Part]:
-    """Split a batch over updates and data-parallel ranks, and each share into micro-batches.
+    """Split a batch over updates, each over data-parallel ranks, and those into micro-batches.
 
-    All shares have about equal tokens, and where there are enough sequences none is empty; those of
-    an update are cut into the same number of micro-batches.
+    Updates have about equal tokens and do not depend on the number of ranks, nor do ranks of an
+    update differ much; all are cut into the same number of micro-batches.
 
     Raises:
         DataError: a sequence is longer than the budget.
     """
-    shares = partition(lengths, num_updates * num_parts)
     parts = [Part([], [], []) for _ in range(num_parts)]
-    for update in range(num_updates):
-        of_ranks = shares[update::num_updates]
+    for share in partition(lengths, num_updates):
+        of_ranks = [
+            [share[index] for index in chosen]
+            for chosen in partition([lengths[row] for row in share], num_parts)
+        ]
         packs = [
             micro_batches([lengths[row] for row in rows], max_tokens, multiple_of=multiple_of)
             for rows in of_ranks

@@ -165,7 +165,7 @@ def _updates(rank: int, size: int, folder: str) -> tuple[list[dict[str, float]],
 
 def _by_hand(rank: int, size: int, folder: str) -> tuple[list[dict[str, float]], dict]:
     """Train each share as a batch of its own."""
-    cut = _config(folder, "trainer.layout.dp=2", f"trainer.updates_per_batch={UPDATES}")
+    cut = _config(folder, f"trainer.updates_per_batch={UPDATES}")
     config = _config(
         folder, "name=hand", f"max_steps={(BATCHES + 1) * UPDATES}", "checkpoint.save_freq=0"
     )

@@ -133,7 +133,7 @@ def test_a_replay_may_change_layout_data_budget_and_generators(tmp_path: Path) -
         ),
         (
             {"trainer": TrainerConfig(lr=1e-4, updates_per_batch=2)},
-            "trainer.layout.dp: recorded nothing, here 1; trainer.updates_per_batch: recorded 1, here 2",
+            "trainer.updates_per_batch: recorded 1, here 2",
         ),
     ],
 )

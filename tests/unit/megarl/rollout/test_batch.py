@@ -188,6 +188,24 @@ def test_updates_share_a_batch_evenly_and_meet_on_all_ranks(num_updates: int, dp
     assert min(loads) >= sum(loads) / len(loads) - longest
 
 
+def test_what_an_update_trains_on_does_not_depend_on_the_layout() -> None:
+    rows = [(prompt, sample, 1 + 7 * prompt * sample) for prompt in range(4) for sample in range(4)]
+    scored = _make_scored(_make_rollouts(rows), [float(i % 2) for i in range(16)])
+    found: list[list[set[tuple[int, int]]]] = []
+    for dp in (1, 2, 4):
+        trainer = TrainerConfig(layout=TrainerLayout(dp=dp), updates_per_batch=3)
+        updates: list[set[tuple[int, int]]] = [set() for _ in range(3)]
+        for part in split_batch(scored, RunConfig(trainer=trainer)):
+            ends = part.num_micro_batches.cumsum(0)
+            place = torch.bucketize(part.micro_batches, ends, right=True).tolist()
+            keys = zip(part.prompt_ids.tolist(), part.sample_ids.tolist(), strict=True)
+            for update, key in zip(place, keys, strict=True):
+                updates[update].add(key)
+        found.append(updates)
+    assert found[0] == found[1] == found[2]
+    assert sum(map(len, found[0])) == len(rows)
+
+
 def test_one_update_is_cut_as_without_the_setting_and_the_smallest_batch_reaches_all() -> None:
     rows = [(prompt, sample, 5 + sample) for prompt in range(2) for sample in range(2)]
     scored = _make_scored(_make_rollouts(rows), [0.0, 1.0, 0.0, 1.0])
