@@ -43,7 +43,7 @@ def test_a_sound_setting_is_ready_and_leaves_nothing_in_the_way_of_a_run(
     output = run_command("doctor", str(QUICKSTART), *overrides)
     assert all(check in output for check in EXPECTED_CHECKS), output
     assert output.count("holds") == 6
-    assert "starting 2 trainer, 1 generator, 1 reward" in output
+    assert "starting 4 ranks (2 trainer, 1 generator, 1 reward)" in output
     assert "ready" in output
     assert list(tmp_path.iterdir()) == []
     check_run(Command.TRAIN, load_config(QUICKSTART, overrides))
