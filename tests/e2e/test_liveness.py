@@ -126,5 +126,5 @@ def test_a_mistake_of_the_user_is_not_started_again(task: Task, tmp_path: Path) 
         output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 1, output
     assert "ConfigError" in output
-    assert output.count("starting 1 trainer rank") == 1, output
+    assert output.count("starting 1 ranks (1 trainer)") == 1, output
     assert "starting again" not in output
