@@ -87,6 +87,7 @@ def _job(config: RunConfig, site: Site, found: DryRun) -> Job:
         f"ranks and the rewards on {found.placement.num_hosts} hosts",
         folder=config.folder.absolute(),
         workdir=Path.cwd(),
+        last_checkpoint=f"step_{config.max_steps:06d}",  # as `megarl.checkpoint`, which imports torch
         placement=found.placement,
         site=site,
     )

@@ -34,6 +34,7 @@ class Job:
     summary: str
     folder: Path  # of the run, absolute: with its configuration and logs
     workdir: Path  # to which the configuration's paths are relative
+    last_checkpoint: str  # its name, by which a job knows that the run is done
     placement: Placement
     site: Site
 
@@ -76,6 +77,7 @@ def render(job: Job) -> str:
         tasks=tasks,
         tasks_per_node=max(tasks),
         ranks=len(placement.seats),
+        last_checkpoint=job.last_checkpoint,
         options=[*_options(slurm), *_resources(job, cores)],
         step_options=[*_resources(job, cores), *_container_options(job)],
         setup=[

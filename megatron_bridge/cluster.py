@@ -81,9 +81,10 @@ def load_cluster(path: Path) -> Cluster:
         raise PlanError(f"cluster file {path} does not exist")
     try:
         content = OmegaConf.load(path)
-        if isinstance(content, DictConfig):
-            links = [str(key) for key in content if key not in LAUNCH_GROUPS]
-            content = OmegaConf.masked_copy(content, links)
+        if not isinstance(content, DictConfig):
+            raise PlanError(f"cluster file {path}: expected a mapping of keys")
+        links = [str(key) for key in content if key not in LAUNCH_GROUPS]
+        content = OmegaConf.masked_copy(content, links)
         merged = OmegaConf.merge(OmegaConf.structured(Cluster), content)
         cluster = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
