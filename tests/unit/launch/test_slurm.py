@@ -1,7 +1,6 @@
 """The batch script: what it asks for, what it starts, and that bash and the shell's quoting agree."""
 
 import shlex
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -153,16 +152,6 @@ def test_a_machine_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.
         submit(job, "name: a\n")
     assert (tmp_path / "run" / "config.yaml").read_text() == "name: a\n"
     assert job.script.read_text() == render(job)
-
-
-@pytest.mark.slurm
-@pytest.mark.skipif(shutil.which("sbatch") is None, reason="needs sbatch")
-def test_without_a_controller_the_reason_is_slurms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "missing.conf"))
-    with pytest.raises(
-        SubmissionError, match=r"sbatch refused .*job\.sbatch with code \d+: .*conf"
-    ):
-        submit(replace(_make_job(), folder=tmp_path / "run"), "")
 
 
 @pytest.mark.parametrize(
