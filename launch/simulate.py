@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -18,7 +18,7 @@ from launch.lengths import Lengths
 from megarl.errors import ConfigError
 from megarl.rollout.buffer import BufferPolicy, RolloutBuffer
 
-_STEPS_TO_FILL = 4  # not counted: the first batches meet empty generators
+STEPS_TO_FILL = 4  # not counted, unless said: the first batches meet empty generators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,9 @@ class _Run:
         self._queue: deque[list[Response]] = deque()
         self._samples: dict[int, int] = {}  # so far, of each group
         self._num_complete = 0  # groups that no batch has taken
+        self._asked = -1  # how many they were when the buffer was last asked
+        self._admitted: dict[int, int] = {}  # version at each group's admission
+        self._unfinished: Counter[int] = Counter()  # groups, by that version
         # Changes to come; an entry counts only while it says what `_due` says of its replica.
         self._changes: list[tuple[float, int]] = []
         self._due = [float("inf")] * pipeline.replicas
@@ -101,11 +104,8 @@ class _Run:
     def _step(self, version: int) -> SimulatedStep:
         begin, idle = self._now, self._idle_seconds()
         self._exchange_weights(version)
-        arrived = self._now
-        # The buffer is asked only where it may say yes: it looks at all its groups.
-        while self._num_complete < self._pipeline.batch_groups or not self._buffer.is_ready(
-            version
-        ):
+        arrived, self._asked = self._now, -1
+        while not self._is_ready(version):
             self._change()
         collected = self._now
         found = [
@@ -127,6 +127,15 @@ class _Run:
             tokens=tokens,
         )
 
+    def _is_ready(self, version: int) -> bool:
+        """Ask the buffer, which looks at all its groups, only where it may say yes anew."""
+        due = version - self._pipeline.max_staleness
+        news = self._num_complete != self._asked
+        if not news or self._num_complete < self._pipeline.batch_groups or self._unfinished[due]:
+            return False
+        self._asked = self._num_complete
+        return self._buffer.is_ready(version)
+
     def _idle_seconds(self) -> float:
         return sum(replica.idle_seconds for replica in self._replicas)
 
@@ -140,6 +149,8 @@ class _Run:
             self._expect(index)
         for group in self._buffer.admit(version):
             self._samples[group] = 0
+            self._admitted[group] = version
+            self._unfinished[version] += 1
             self._queue.append(
                 [
                     Response(
@@ -177,7 +188,9 @@ class _Run:
             group = finished.response.group
             self._buffer.put(group, self._samples[group], finished, 0.0)
             self._samples[group] += 1
-            self._num_complete += self._samples[group] == self._pipeline.group_size
+            if self._samples[group] == self._pipeline.group_size:
+                self._num_complete += 1
+                self._unfinished[self._admitted[group]] -= 1
         self._expect(index)
 
     def _expect(self, index: int) -> None:
@@ -206,17 +219,17 @@ def simulate(pipeline: Pipeline, num_steps: int, seed: int = 0) -> list[Simulate
     return _Run(pipeline, num_steps, seed).steps()
 
 
-def steady(steps: Sequence[SimulatedStep], last: int = 0) -> SimulatedStep:
-    """Return the mean of the steps that count: without those that fill and the ``last`` ones.
+def steady(
+    steps: Sequence[SimulatedStep], last: int = 0, first: int = STEPS_TO_FILL
+) -> SimulatedStep:
+    """Return the mean of the steps that count: without the ``first``, that fill, and the ``last``.
 
     Raises:
         ConfigError: none count.
     """
-    counted = steps[_STEPS_TO_FILL : len(steps) - last]
+    counted = steps[first : len(steps) - last]
     if not counted:
-        raise ConfigError(
-            f"{len(steps)} simulated steps, expected more than {_STEPS_TO_FILL + last}"
-        )
+        raise ConfigError(f"{len(steps)} simulated steps, expected more than {first + last}")
     means = {
         item.name: sum(getattr(step, item.name) for step in counted) / len(counted)
         for item in fields(SimulatedStep)
