@@ -22,6 +22,7 @@ from launch.slurm import Job, render, submit
 from megarl.check import Command, check_run
 from megarl.config import RunConfig
 from megarl.config_file import load_config, to_yaml
+from megarl.errors import ConfigError
 
 _CELL = 11  # characters of a figure's column
 
@@ -73,10 +74,20 @@ def main(arguments: Sequence[str], console: Console) -> int:
 
 
 def _lengths(config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
-    return Lengths(
-        prompt=prompt or config.data.max_prompt_length / 2,
-        response=response or config.rollout.max_response_length / 2,
-    )
+    """Return the mean lengths that are given, or half of the longest.
+
+    Raises:
+        ConfigError: a mean that no length within the configuration's bounds can have.
+    """
+    longest = {
+        "prompt": (prompt, config.data.max_prompt_length),
+        "response": (response, config.rollout.max_response_length),
+    }
+    for name, (mean, most) in longest.items():
+        if mean is not None and not 0 < mean <= most:
+            raise ConfigError(f"--{name}-length is {mean:g}, expected above 0 and at most {most}")
+    means = {name: most / 2 if mean is None else mean for name, (mean, most) in longest.items()}
+    return Lengths(**means)
 
 
 def _job(config: RunConfig, site: Site, found: DryRun) -> Job:
@@ -105,9 +116,11 @@ def _show(config: RunConfig, site: Site, found: DryRun, console: Console) -> Non
     for line in _memory(found, site):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     step, lengths = found.step, found.lengths
+    # The floor is that of NICs.
+    floor = f" (floor {found.floors.seconds:.3g} s)" if found.placement.num_hosts > 1 else ""
     train_idle, generate_idle = step.idle_ratios
     for line in (
-        f"weights: {step.sync_seconds:.3g} s a transfer (floor {found.floors.seconds:.3g} s), "
+        f"weights: {step.sync_seconds:.3g} s a transfer{floor}, "
         f"forwarding {found.transfer.plan.policy.forwarding.value}, "
         f"{sum(found.transfer.load.sent.values()) / 1e9:.3g} GB",
         f"step: {step.step_seconds:.3g} s with {lengths.prompt:.0f} + {lengths.response:.0f} tokens: "

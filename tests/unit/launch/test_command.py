@@ -98,6 +98,11 @@ def test_a_person_reads_it_all(capsys: pytest.CaptureFixture[str]):
             "rank 0 (trainer) needs",
         ),
         (("generator.kv_cache_gib=70",), "rank 4 (generator) needs"),
+        (
+            ("--response-length", "4000"),
+            "--response-length is 4000, expected above 0 and at most 2048",
+        ),
+        (("--prompt-length", "0"), "--prompt-length is 0, expected above 0 and at most 512"),
         (("generator.kv_cache_gib=0.01",), "a sequence of 2560 tokens must fit"),
         (("trainer.layout.tp=2", "trainer.layout.dp=1", "generator.layout.tp=4"), "2 hosts of 8"),
     ],
@@ -106,6 +111,31 @@ def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], words: str):
     with pytest.raises(ConfigError) as caught:
         main([*EIGHT, *overrides, "--cluster", DGX, "--dry-run"], Console())
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_hosts"),
+    [
+        (("configs/llama3_405b_1024gpu_fp8.yaml", "--cluster", DGX), 128),
+        ((BIG, "trainer.layout.dp=2", "generator.layout.replicas=48", "--cluster", DGX), 128),
+        (
+            (
+                EIGHT[0],
+                "model.architecture=configs/models/qwen3_30b_a3b.yaml",
+                *("trainer.layout.tp=2", "trainer.layout.dp=8", "trainer.layout.ep=8"),
+                *("generator.layout.tp=4", "--cluster", DGX),
+            ),
+            4,
+        ),
+    ],
+)
+def test_other_runs_fit_too(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], num_hosts: int
+):
+    found = _figures(capsys, *arguments)
+    assert found["fits"] is True
+    assert found["num_hosts"] == num_hosts
+    assert 0 < found["predicted_sync_seconds"] < found["predicted_step_seconds"]
 
 
 def test_the_command_line_refuses_in_one_sentence_and_without_torch():
