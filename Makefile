@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint nightly chaos clean
+.PHONY: help install quickstart test lint slurm-test nightly chaos clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,11 @@ lint: install ## format, lint and types
 
 test: lint ## all tests that need no GPU
 	$(BIN)/python -m pytest --durations=15
+
+slurm-test: install ## show rendered jobs to a real Slurm controller, which root installs first
+	@PATH=$$PATH:/usr/sbin; command -v slurmctld munged sbatch > /dev/null || \
+		apt-get install -y --no-install-recommends slurmctld slurm-client munge
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 nightly: install ## ten thousand random layouts and schedules against their oracles
 	MEGARL_DRAWS=10000 $(BIN)/python -m pytest tests/unit/megatron_bridge/test_layouts.py -k any

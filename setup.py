@@ -25,6 +25,7 @@ PACKAGES = [
 ]
 
 BASE = [
+    "jinja2",
     "matplotlib",
     "math-verify[antlr4-13-2]==0.9.0",
     "megatron-core==0.16.1",
@@ -82,6 +83,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=PACKAGES,
+    package_data={"launch": ["templates/*.j2"]},
     install_requires=BASE,
     extras_require={"cpu": CPU, "gpu": GPU, "track": ["wandb"], "trl": TRL, "dev": DEV},
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

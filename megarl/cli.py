@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | replay | eval | doctor | data | convert``.
+"""The command line: ``megarl train | sft | replay | eval | doctor | data | convert | launch | advise``.
 
 Checks everything that can be checked before an engine starts, then starts the ranks of this
 machine; where a launcher (torchrun, srun) has set RANK already, it becomes that rank.
@@ -41,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=0)
     data.add_argument("--num-train", type=int, default=16384)
     commands.add_parser("convert", help="convert, compare and show checkpoints (--help says more)")
+    commands.add_parser("advise", help="say which layouts train fastest (--help says more)")
+    commands.add_parser("launch", help="submit a training run to Slurm (--help says more)")
     return parser
 
 
@@ -117,6 +119,14 @@ def main() -> None:
             from megarl.convert import main as convert_main
 
             sys.exit(convert_main(sys.argv[2:], console))
+        if sys.argv[1:2] == ["advise"]:
+            from launch.advise_report import main as advise_main
+
+            sys.exit(advise_main(sys.argv[2:], console))
+        if sys.argv[1:2] == ["launch"]:
+            from launch.command import main as launch_main
+
+            sys.exit(launch_main(sys.argv[2:], console))
         arguments = _parser().parse_args()
         if arguments.command == "data":
             sys.exit(_write_data(arguments))

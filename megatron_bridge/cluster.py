@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megatron_bridge.errors import PlanError
 from megatron_bridge.flows import Seat
 
+LAUNCH_GROUPS = ("device", "slurm")  # of a cluster file; not about links: `launch.site` reads them
 _ABOVE_ZERO = {
     "ranks_per_host",
     "nics_per_host",
@@ -79,7 +80,12 @@ def load_cluster(path: Path) -> Cluster:
     if not path.is_file():
         raise PlanError(f"cluster file {path} does not exist")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Cluster), OmegaConf.load(path))
+        content = OmegaConf.load(path)
+        if not isinstance(content, DictConfig):
+            raise PlanError(f"cluster file {path}: expected a mapping of keys")
+        links = [str(key) for key in content if key not in LAUNCH_GROUPS]
+        content = OmegaConf.masked_copy(content, links)
+        merged = OmegaConf.merge(OmegaConf.structured(Cluster), content)
         cluster = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError) as error:
         raise PlanError(f"cluster file {path}: {str(error).splitlines()[0]}") from error
