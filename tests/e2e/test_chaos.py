@@ -87,7 +87,7 @@ def test_four_kills_at_the_worst_moments_lose_nothing_and_change_no_loss(
     _check(task, tmp_path, "sync", WORST, steps=4)
 
 
-@pytest.mark.skipif("MEGARL_KILLS" not in os.environ, reason="runs for half an hour: make chaos")
+@pytest.mark.skipif("MEGARL_KILLS" not in os.environ, reason="takes some six minutes: make chaos")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_many_kills_at_random_moments_lose_nothing(mode: str, task: Task, tmp_path: Path) -> None:
     count = int(os.environ["MEGARL_KILLS"]) // 2
