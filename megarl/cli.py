@@ -7,6 +7,7 @@ machine; where a launcher (torchrun, srun) has set RANK already, it becomes that
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import sys
@@ -116,6 +117,7 @@ def main() -> None:
     console = Console()
     try:
         if sys.argv[1:2] == ["convert"]:  # which has commands of its own, and needs torch to say so
+            gc.disable()
             from megarl.convert import main as convert_main
 
             sys.exit(convert_main(sys.argv[2:], console))

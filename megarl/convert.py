@@ -6,6 +6,7 @@ Called by `megarl.cli` and by ``tools/convert_checkpoint.py``. Runs in this proc
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -108,7 +109,11 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str], console: Console) -> int:
-    """Do what a command line says; return the exit code."""
+    """Do what a command line says; return the exit code.
+
+    Callers turn off garbage collection before they import this module: plans are tens of thousands
+    of objects without cycles, and collections would take a third of the time until the first byte.
+    """
     parser = argparse.ArgumentParser(
         prog="megarl convert", description="Convert, compare and show checkpoints of models."
     )
@@ -149,6 +154,7 @@ def _convert(arguments: argparse.Namespace, console: Console) -> int:
         else:
             console.print(plan_table(converter, seconds, speed))
         return 0
+    _collect_again()
     shown = Console(stderr=True) if arguments.json else console
     with counting(shown, "converting", converter.num_bytes, "bytes") as advance:
         converter.run(advance)
@@ -163,6 +169,12 @@ def _convert(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _collect_again() -> None:
+    """Begin what may take hours; the plan stays, and need not be looked through."""
+    gc.freeze()
+    gc.enable()
+
+
 def _open(path: Path, arguments: argparse.Namespace) -> Stored:
     if not (path / "params.json").is_file():
         return open_any(path, arguments.config)
@@ -173,6 +185,7 @@ def _open(path: Path, arguments: argparse.Namespace) -> Stored:
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     first, second = _open(arguments.first, arguments), _open(arguments.second, arguments)
+    _collect_again()
     total = sum(prod(tensor.shape) for tensor in canonical_tensors(first.spec))
     with counting(console, "comparing", total, "elements") as advance:
         comparison = verify(first, second, advance, arguments.workers)

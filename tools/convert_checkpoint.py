@@ -5,14 +5,22 @@ The same as ``megarl convert``, and no more.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from rich.console import Console
 
-from megarl.convert import main
+
+def main() -> int:
+    """Do what the command line says; return the exit code."""
+    gc.disable()  # see `megarl.convert`, which is imported faster without collections
+    from megarl.convert import main as convert_main
+
+    return convert_main(sys.argv[1:], Console())
+
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:], Console()))
+        sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
