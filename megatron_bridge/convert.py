@@ -185,7 +185,7 @@ class Converter:
                 else:
                     elements, factors = reader.quantized_window(box)
                     advance(region.append(elements) + scales.append(factors))
-        sources = [_origin(piece) for piece in self._gather.pieces(job.name, job.chunk.box)]
+        sources = [_origin(piece) for piece in reader.within(job.chunk.box)]
         records = [region.record(_listed(sources))]
         if scales:
             records.append(scales.record([{"name": job.name}]))

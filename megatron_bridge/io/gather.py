@@ -59,10 +59,6 @@ class Gather:
             if param.quantization
         }
 
-    def pieces(self, name: str, box: Box) -> list[Piece]:
-        """Return what lies in a region of a parameter, in the order of first rows."""
-        return list(self.reader(name).within(box))
-
     def _pieces(self, name: str) -> list[Piece]:
         found = [
             Piece(
@@ -193,7 +189,7 @@ class Reader:
         return elements, scales
 
     def within(self, box: Box) -> Iterator[Piece]:
-        """Yield what of the pieces lies in ``box``."""
+        """Yield what of the pieces lies in ``box``, in the order of first rows."""
         first = bisect_left(self._starts, box.start[0] - self._tallest + 1)
         last = bisect_left(self._starts, box.stop[0])
         for target_box, source, source_box in self._pieces[first:last]:

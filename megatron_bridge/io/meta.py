@@ -7,11 +7,12 @@ they lie, and nothing in them is executed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_bridge.box import Box
 from megatron_bridge.errors import ConversionError
+from megatron_bridge.io.repeats import is_same
 from megatron_bridge.io.store import Chunk, Place, Stored, StoredTensor
 from megatron_bridge.io.torch_archive import Located, read_archive
 from megatron_bridge.layouts.meta import EMBEDDING, PAIRED, PLACES, meta_side
@@ -22,7 +23,6 @@ from megatron_bridge.side import Side
 from megatron_bridge.spec import LocalParam, ModelSpec, Part
 
 _FILE = re.compile(r"consolidated\.(\d\d)\.pth")
-_COMPARED_BYTES = 1 << 20
 
 _Files = dict[str, dict[str, Located]]  # by file: what it holds
 
@@ -140,23 +140,11 @@ class _Reader:
             raise ConversionError(f"{name} of {self._folder / file} is not contiguous")
 
     def _drop_copy(self, file: str, name: str, first: Chunk, other: Chunk) -> None:
-        if not self._equal(first, other):
+        if not is_same(self._folder, first, other):
             raise ConversionError(
                 f"{name} differs in {first.file} and {other.file} of {self._folder}, which hold it whole"
             )
         self.dropped[f"{name} of {file}"] = f"repeats that of {first.file}"
-
-    def _equal(self, first: Chunk, other: Chunk) -> bool:
-        if first.nbytes != other.nbytes:
-            return False
-        pairs = zip(self._bytes(first), self._bytes(other), strict=True)
-        return all(a == b for a, b in pairs)
-
-    def _bytes(self, chunk: Chunk) -> Iterator[bytes]:
-        with (self._folder / chunk.file).open("rb") as file:
-            file.seek(chunk.offset)
-            for at in range(0, chunk.nbytes, _COMPARED_BYTES):
-                yield file.read(min(_COMPARED_BYTES, chunk.nbytes - at))
 
     def drop_tied_head(self) -> None:
         """Leave out the head of a tied model, once it is the embedding."""
@@ -173,7 +161,7 @@ class _Reader:
                 )
                 for tensor in (held[EMBEDDING], held[name])
             )
-            if held[EMBEDDING].shape != held[name].shape or not self._equal(first, other):
+            if not is_same(self._folder, first, other):
                 raise ConversionError(
                     f"{name} of {self._folder / file} is not {EMBEDDING}, but the release ties them"
                 )
