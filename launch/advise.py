@@ -27,7 +27,6 @@ from launch.engine_costs import (
     sizes_of,
     train_seconds,
     trainer_bytes,
-    usable_bytes,
 )
 from launch.simulate import STEPS_TO_FILL, Pipeline, SimulatedStep, simulate, steady
 from launch.site import Site
@@ -64,7 +63,7 @@ class Setting:
 
     @property
     def gpu_bytes(self) -> float:
-        return usable_bytes(self.site.device)
+        return self.site.device.usable_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 from rich.console import Console
 
 from launch.dry_run import DryRun, dry_run, memory_rows
-from launch.memory import GIB
 from launch.placement import picture
-from launch.predict import Lengths
-from launch.site import Site, load_site
+from launch.predict import MeanLengths
+from launch.site import GIB, Site, load_site
 from launch.slurm import Job, render, submit
 from megarl.check import Command, check_run
+from megarl.checkpoint import checkpoint_folder
 from megarl.config import RunConfig
 from megarl.config_file import load_config, to_yaml
 from megarl.errors import ConfigError
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str], console: Console) -> int:
     return 0
 
 
-def _lengths(config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
+def _lengths(config: RunConfig, prompt: float | None, response: float | None) -> MeanLengths:
     """Return the mean lengths that are given, or half of the longest.
 
     Raises:
@@ -87,7 +87,7 @@ def _lengths(config: RunConfig, prompt: float | None, response: float | None) ->
         if mean is not None and not 0 < mean <= most:
             raise ConfigError(f"--{name}-length is {mean:g}, expected above 0 and at most {most}")
     means = {name: most / 2 if mean is None else mean for name, (mean, most) in longest.items()}
-    return Lengths(**means)
+    return MeanLengths(**means)
 
 
 def _job(config: RunConfig, site: Site, found: DryRun) -> Job:
@@ -98,7 +98,7 @@ def _job(config: RunConfig, site: Site, found: DryRun) -> Job:
         f"ranks and the rewards on {found.placement.num_hosts} hosts",
         folder=config.folder.absolute(),
         workdir=Path.cwd(),
-        last_checkpoint=f"step_{config.max_steps:06d}",  # as `megarl.checkpoint`, which imports torch
+        last_checkpoint=checkpoint_folder(config.folder, config.max_steps).name,
         placement=found.placement,
         site=site,
     )

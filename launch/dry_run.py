@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from launch.memory import GIB, RankMemory, check_memory, held_by_rank, memory_table
+from launch.memory import RankMemory, check_memory, held_by_rank, memory_table
 from launch.placement import Placement, place
-from launch.predict import Lengths, StepPrediction, predict_step
-from launch.site import Site
-from megarl.config import RunConfig, WeightForwarding
-from megarl.errors import ConfigError
-from megarl.weights import plan_policy, run_sides, run_spec
-from megatron_bridge.cost import Costed, Floors, cheapest, costed_plans, floors
-from megatron_bridge.flows import Forwarding
+from launch.predict import MeanLengths, StepPrediction, predict_step
+from launch.site import GIB, Site
+from megarl.config import RunConfig
+from megarl.weights import costed_run_plans, run_sides, run_spec
+from megatron_bridge.cost import Costed, Floors, floors
 from megatron_bridge.models.checks import check_generator_layout, check_layout
-from megatron_bridge.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +28,7 @@ class DryRun:
     transfer: Costed
     floors: Floors
     step: StepPrediction
-    lengths: Lengths
+    lengths: MeanLengths
 
     @property
     def fullest(self) -> RankMemory:
@@ -74,7 +71,7 @@ def memory_rows(table: Sequence[RankMemory]) -> list[tuple[tuple[int, int], Rank
     return rows
 
 
-def dry_run(config: RunConfig, site: Site, lengths: Lengths) -> DryRun:
+def dry_run(config: RunConfig, site: Site, lengths: MeanLengths) -> DryRun:
     """Study a launch.
 
     Raises:
@@ -93,7 +90,7 @@ def dry_run(config: RunConfig, site: Site, lengths: Lengths) -> DryRun:
     sides = run_sides(config, spec, te=site.device.is_gpu)
     memory = memory_table(config, spec, sides, site.device)
     check_memory(config, spec, memory, site.device)
-    transfer = _transfer(config, spec, site)
+    _, transfer = costed_run_plans(config, sides, site.links)
     held = max(held_by_rank(sides[1]).values(), key=lambda one: one.nbytes)
     draft = predict_step(config, spec, site.device, held, lengths)
     return DryRun(
@@ -104,17 +101,3 @@ def dry_run(config: RunConfig, site: Site, lengths: Lengths) -> DryRun:
         step=draft.with_sync(transfer.prediction.seconds),
         lengths=lengths,
     )
-
-
-def _transfer(config: RunConfig, spec: ModelSpec, site: Site) -> Costed:
-    """Return the plan that the run will use, with its cost."""
-    source, target = run_sides(config, spec, te=site.device.is_gpu)
-    plans = costed_plans(source, target, plan_policy(config, site.links), site.links)
-    wanted = config.weights.forwarding
-    forwarding = cheapest(plans) if wanted is WeightForwarding.AUTO else Forwarding(wanted.value)
-    if forwarding not in plans:
-        raise ConfigError(
-            f"weights.forwarding is {forwarding.value}, but generators cannot pass on what they "
-            "quantise after the transfer; expected none or auto"
-        )
-    return plans[forwarding]

@@ -14,13 +14,13 @@ from math import ceil, prod
 
 from launch.decoding import Replica, Response, StepSeconds, seconds_to_empty
 from launch.lengths import Lengths
+from launch.memory import cached_elements
 from launch.site import Device
 from megarl.errors import ConfigError
 from megatron_bridge.models.families import canonical_tensors
 from megatron_bridge.models.flops import training_flops
 from megatron_bridge.spec import ModelSpec
 
-_GIB = 2**30
 _WEIGHT_BYTES = 2
 _GRADIENT_BYTES = 4
 _OPTIMIZER_BYTES = 12  # float32 copy and Adam's two moments, divided over data-parallel ranks
@@ -74,9 +74,6 @@ def sizes_of(spec: ModelSpec, workload: Workload) -> Sizes:
         )
     lengths = workload.lengths.spread_out(_QUANTILES)
     mean = sum(lengths) / len(lengths)
-    width = 2 * spec.num_kv_heads * spec.head_dim
-    if spec.mla:
-        width = spec.mla.kv_lora_rank + spec.mla.rope_head_dim
     whole = [workload.prompt_length + length for length in lengths]
     return Sizes(
         spec=spec,
@@ -87,7 +84,7 @@ def sizes_of(spec: ModelSpec, workload: Workload) -> Sizes:
         context=workload.prompt_length + sum(x * x for x in lengths) / len(lengths) / mean / 2,
         train_flops=training_flops(spec, whole) / len(whole),
         token_flops=training_flops(spec, [1]) / 3,
-        kv_bytes=_WEIGHT_BYTES * width * spec.num_layers,
+        kv_bytes=_WEIGHT_BYTES * cached_elements(spec) * spec.num_layers,
     )
 
 
@@ -125,16 +122,6 @@ class GeneratorPlan:
         return self.tp * self.pp * self.replicas
 
 
-def usable_bytes(device: Device) -> float:
-    """Return M_0: a device's memory without what it keeps back."""
-    return (device.memory_gib - device.reserve_gib) * _GIB
-
-
-def arithmetic_rate(device: Device) -> float:
-    """Return the FLOP/s that a rank reaches in matrix products."""
-    return device.peak_tflops * 1e12 * device.train_efficiency
-
-
 def activation_bytes(sizes: Sizes, workload: Workload, pp: int = 1) -> float:
     """Return A_t, of one sequence on all ranks of a stage together, with recomputation."""
     tokens, hidden = workload.prompt_length + sizes.response, sizes.spec.hidden_size
@@ -169,7 +156,7 @@ def _layers_seconds(sizes: Sizes) -> float:
 def micro_batch_seconds(sizes: Sizes, batch: float, ranks: int, device: Device) -> float:
     """Return tau_t(b) on an instance of ``ranks`` without stages."""
     work = _PASSES * sizes.train_flops * batch
-    return work / (ranks * arithmetic_rate(device)) + _layers_seconds(sizes)
+    return work / (ranks * device.flops_per_second) + _layers_seconds(sizes)
 
 
 def cache_bytes(sizes: Sizes, workload: Workload) -> float:
@@ -189,10 +176,10 @@ def decode_seconds(sizes: Sizes, at: GeneratorPlan, device: Device) -> StepSecon
     Stages work on a part of the sequences each, one after another: so weights are read ``pp`` times
     as long as the ranks of all stages together would take.
     """
-    rate = device.memory_bytes_per_second * device.decode_efficiency
+    rate = device.decode_bytes_per_second
     weights = sizes.parameters * at.weight_bytes / (at.tp * rate)
     cache = sizes.kv_bytes / (at.tp * at.pp * rate)
-    work = sizes.token_flops / (at.tp * at.pp * arithmetic_rate(device))
+    work = sizes.token_flops / (at.tp * at.pp * device.flops_per_second)
     reduce = 2 * device.allreduce_seconds if at.tp > 1 else 0.0
     fixed = sizes.spec.num_layers * (_DECODE_LAYER_SECONDS + reduce)
 
@@ -205,7 +192,7 @@ def decode_seconds(sizes: Sizes, at: GeneratorPlan, device: Device) -> StepSecon
 def prefill_seconds(sizes: Sizes, workload: Workload, ranks: int, device: Device) -> float:
     """Return the seconds of a batch's prompts, each computed once for all its samples."""
     tokens = workload.prompts * workload.prompt_length
-    return tokens * sizes.token_flops / (ranks * arithmetic_rate(device))
+    return tokens * sizes.token_flops / (ranks * device.flops_per_second)
 
 
 def generate_steadily(

@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from launch.activations import stage_bytes
-from launch.site import Device
-from megarl.config import RunConfig
+from launch.site import GIB, Device
+from megarl.config import MIN_BATCHED_TOKENS, RunConfig
 from megarl.errors import ConfigError
 from megatron_bridge.operations import ITEMSIZE
 from megatron_bridge.side import Side, Variant
 from megatron_bridge.spec import ModelSpec
 
-GIB = 2**30
 _FLOAT32_BYTES = 4
 _MOMENTS_BYTES = 8  # Adam's two, float32
 _SAMPLER_COPIES = 3  # logits of the sampled positions in float32: raw, scaled, sorted
-_BATCHED_TOKENS = 8192  # that a generator prefills in one step, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +103,17 @@ def optimizer_bytes(config: RunConfig, dense: int, experts: int) -> int:
     return (_MOMENTS_BYTES + copy) * (-(-dense // replicas) + -(-experts // expert_replicas))
 
 
+def cached_elements(spec: ModelSpec, tp: int = 1) -> int:
+    """Return how many elements a token's keys and values have in one layer of one rank."""
+    if spec.mla:
+        return spec.mla.kv_lora_rank + spec.mla.rope_head_dim
+    return 2 * -(-spec.num_kv_heads // tp) * spec.head_dim
+
+
 def kv_bytes_per_token(config: RunConfig, spec: ModelSpec) -> float:
     """Return the bytes that a token's keys and values take on one rank of a replica."""
     layout, itemsize = config.generator.layout, ITEMSIZE[config.generator_dtype]
-    if spec.mla:
-        width = spec.mla.kv_lora_rank + spec.mla.rope_head_dim
-    else:
-        width = 2 * -(-spec.num_kv_heads // layout.tp) * spec.head_dim
-    return itemsize * width * spec.num_layers / layout.pp
+    return itemsize * cached_elements(spec, layout.tp) * spec.num_layers / layout.pp
 
 
 def _trainer_memory(config: RunConfig, spec: ModelSpec, side: Side) -> Iterator[RankMemory]:
@@ -132,7 +133,7 @@ def _trainer_memory(config: RunConfig, spec: ModelSpec, side: Side) -> Iterator[
 
 def _generator_memory(config: RunConfig, spec: ModelSpec, side: Side) -> Iterator[RankMemory]:
     layout, generator = config.generator.layout, config.generator
-    tokens = max(_BATCHED_TOKENS, generator.max_running_sequences)
+    tokens = max(MIN_BATCHED_TOKENS, generator.max_running_sequences)
     widest = max(spec.ffn_size, spec.moe_ffn_size * spec.experts_per_token) / layout.tp
     step = tokens * ITEMSIZE[config.generator_dtype] * (4 * spec.hidden_size + 3 * widest)
     logits = generator.max_running_sequences * spec.vocab_size * _FLOAT32_BYTES * _SAMPLER_COPIES

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.memory import GIB, Held, kv_bytes_per_token
-from launch.site import Device
+from launch.memory import Held, kv_bytes_per_token
+from launch.site import GIB, Device
 from megarl.config import PartialKv, RunConfig
 from megatron_bridge.models.flops import training_flops
 from megatron_bridge.spec import ModelSpec
@@ -19,7 +19,7 @@ _FORWARD = 1 / 3  # of a training step's arithmetic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class MeanLengths:
     """Mean tokens of a sequence."""
 
     prompt: float
@@ -51,7 +51,7 @@ class StepPrediction:
 
 
 def predict_step(
-    config: RunConfig, spec: ModelSpec, device: Device, held: Held, lengths: Lengths
+    config: RunConfig, spec: ModelSpec, device: Device, held: Held, lengths: MeanLengths
 ) -> _Draft:
     """Return a step's parts, without the weight transfer; ``held`` is a generator rank's model."""
     bubble = _bubble(config, lengths)
@@ -105,7 +105,7 @@ def _sequences(config: RunConfig) -> int:
     return config.data.train_batch_size * config.rollout.n
 
 
-def _bubble(config: RunConfig, lengths: Lengths) -> float:
+def _bubble(config: RunConfig, lengths: MeanLengths) -> float:
     """Return 1 + (pp - 1) / (vpp x micro-batches) (Narayanan et al. 2021, section 2.2)."""
     trainer, layout = config.trainer, config.trainer.layout
     tokens = _sequences(config) * (lengths.prompt + lengths.response)
@@ -113,19 +113,15 @@ def _bubble(config: RunConfig, lengths: Lengths) -> float:
     return 1 + (layout.pp - 1) / (layout.vpp * max(each, 1.0))
 
 
-def _train(config: RunConfig, spec: ModelSpec, device: Device, lengths: Lengths) -> float:
+def _train(config: RunConfig, spec: ModelSpec, device: Device, lengths: MeanLengths) -> float:
     """Return the seconds of all ranks' arithmetic; recomputation and a reference each add a pass."""
     passes = 1 + _FORWARD * (config.trainer.recompute + (config.algorithm.kl_loss_coef > 0))
     length = round(lengths.prompt + lengths.response)
     work = passes * _sequences(config) * training_flops(spec, [length])
-    return work / (config.trainer.layout.world_size * _arithmetic_rate(device))
+    return work / (config.trainer.layout.world_size * device.flops_per_second)
 
 
-def _arithmetic_rate(device: Device) -> float:
-    return device.peak_tflops * 1e12 * device.train_efficiency
-
-
-def _running(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> int:
+def _running(config: RunConfig, spec: ModelSpec, lengths: MeanLengths) -> int:
     """Return how many sequences a replica decodes together."""
     cache = config.generator.kv_cache_gib * GIB
     in_cache = cache / (kv_bytes_per_token(config, spec) * (lengths.prompt + lengths.response))
@@ -134,7 +130,7 @@ def _running(config: RunConfig, spec: ModelSpec, lengths: Lengths) -> int:
 
 
 def _decode_step(
-    config: RunConfig, spec: ModelSpec, device: Device, held: Held, load: tuple[int, Lengths]
+    config: RunConfig, spec: ModelSpec, device: Device, held: Held, load: tuple[int, MeanLengths]
 ) -> float:
     """Return the seconds in which each of the running sequences gets a token.
 
@@ -148,15 +144,15 @@ def _decode_step(
         read = held.nbytes * (held.dense + held.experts * hit) / (held.dense + held.experts)
     context = lengths.prompt + lengths.response / 2
     read += running * context * kv_bytes_per_token(config, spec)
-    traffic = read / (device.memory_bytes_per_second * device.decode_efficiency)
+    traffic = read / device.decode_bytes_per_second
     work = running * _FORWARD * training_flops(spec, [1]) / layout.ranks_per_replica
     exchange = 2 * spec.num_layers * device.allreduce_seconds if layout.tp > 1 else 0.0
     # A token passes the stages one after another.
-    return layout.pp * max(traffic, work / _arithmetic_rate(device)) + exchange
+    return layout.pp * max(traffic, work / device.flops_per_second) + exchange
 
 
 def _prefill(
-    config: RunConfig, spec: ModelSpec, device: Device, load: tuple[int, Lengths]
+    config: RunConfig, spec: ModelSpec, device: Device, load: tuple[int, MeanLengths]
 ) -> float:
     """Return the seconds of new prompts, once a group where prefixes are cached, and of what
     unfinished sequences recompute under new weights."""
@@ -169,4 +165,4 @@ def _prefill(
     if config.staleness_bound and config.rollout.partial_kv is PartialKv.RECOMPUTE:
         kept = round(lengths.prompt + lengths.response / 2)
         work += running * training_flops(spec, [kept]) / config.weights.sync_every
-    return _FORWARD * work / (layout.ranks_per_replica * _arithmetic_rate(device))
+    return _FORWARD * work / (layout.ranks_per_replica * device.flops_per_second)

@@ -16,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.errors import ConfigError
 from megatron_bridge.cluster import LAUNCH_GROUPS, Cluster, load_cluster
 
+GIB = 2**30
+
 
 class Container(StrEnum):
     """How ranks come to their software: as `Slurm.venv` says, or in `Slurm.image`."""
@@ -37,6 +39,21 @@ class Device:
     memory_bytes_per_second: float = 0.0
     decode_efficiency: float = 0.6  # share of the memory's rate that decoding reaches
     allreduce_seconds: float = 0.0  # of a decoding step's small tensors; two a layer where tp > 1
+
+    @property
+    def flops_per_second(self) -> float:
+        """What a rank reaches in matrix products."""
+        return self.peak_tflops * 1e12 * self.train_efficiency
+
+    @property
+    def decode_bytes_per_second(self) -> float:
+        """What a rank reads of its memory while it decodes."""
+        return self.memory_bytes_per_second * self.decode_efficiency
+
+    @property
+    def usable_bytes(self) -> float:
+        """The memory without what is kept back."""
+        return (self.memory_gib - self.reserve_gib) * GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
 
+MIN_BATCHED_TOKENS = 8192  # prompt tokens prefilled in one step; vLLM's own default on GPUs
+
 
 class Mode(StrEnum):
     """async: trainer and generators at the same time; sync: in turns, as with max_staleness 0."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.config import RunConfig, WeightForwarding
 from megarl.errors import ConfigError
 from megatron_bridge.cluster import Cluster, load_cluster
-from megatron_bridge.cost import choose_plan
+from megatron_bridge.cost import Costed, cheapest, choose_plan, costed_plans
 from megatron_bridge.flows import Forwarding, Seat
 from megatron_bridge.layouts.megatron import megatron_side
 from megatron_bridge.layouts.vllm import vllm_side
@@ -78,6 +78,26 @@ def plan_policy(
     if cluster and not seats:
         seats = cluster.seats(config.num_engine_ranks)
     return PlanPolicy(message_bytes=int(config.weights.message_mib * 2**20), seats=seats)
+
+
+def costed_run_plans(
+    config: RunConfig, sides: tuple[Side, Side], cluster: Cluster
+) -> tuple[dict[Forwarding, Costed], Costed]:
+    """Return what each forwarding costs on a cluster, and the one that the configuration takes.
+
+    Raises:
+        ConfigError: a forwarding that the generators cannot do.
+        PlanError: there is no plan.
+    """
+    plans = costed_plans(*sides, plan_policy(config, cluster), cluster)
+    wanted = config.weights.forwarding
+    forwarding = cheapest(plans) if wanted is WeightForwarding.AUTO else Forwarding(wanted.value)
+    if forwarding not in plans:
+        raise ConfigError(
+            f"weights.forwarding is {forwarding.value}, but generators cannot pass on what they "
+            "quantise after the transfer; expected none or auto"
+        )
+    return plans, plans[forwarding]
 
 
 def weight_plan(

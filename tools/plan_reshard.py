@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 
-from megarl.config import RunConfig, WeightForwarding
+from megarl.config import RunConfig
 from megarl.config_file import load_config
 from megarl.errors import ConfigError
-from megarl.weights import plan_policy, run_cluster, run_sides, run_spec
+from megarl.weights import costed_run_plans, plan_policy, run_cluster, run_sides, run_spec
 from megatron_bridge.cluster import Cluster
-from megatron_bridge.cost import Costed, Floors, cheapest, costed_plans, floors, link_loads
+from megatron_bridge.cost import Costed, Floors, floors, link_loads
 from megatron_bridge.errors import BridgeError
 from megatron_bridge.flows import Forwarding, forwards, single_stripes, unicast_stripes
 from megatron_bridge.layouts.kinds import kinds_of
@@ -70,20 +70,11 @@ def make_study(config: RunConfig) -> Study:
             "weights.cluster is empty; expected a file of link speeds, such as "
             "weights.cluster=configs/clusters/dgx_h100.yaml"
         )
-    policy = plan_policy(config, cluster)
     wall, process = time.perf_counter(), time.process_time()
     source, target = _fresh_sides(config, spec)
-    plan(source, target, policy)
+    plan(source, target, plan_policy(config, cluster))
     wall, process = time.perf_counter() - wall, time.process_time() - process
-    plans = costed_plans(source, target, policy, cluster)
-    wanted = config.weights.forwarding
-    forwarding = cheapest(plans) if wanted is WeightForwarding.AUTO else Forwarding(wanted.value)
-    if forwarding not in plans:
-        raise ConfigError(
-            f"weights.forwarding is {forwarding.value}, but generators cannot pass on what they "
-            "quantise after the transfer; expected none or auto"
-        )
-    chosen = plans[forwarding]
+    plans, chosen = costed_run_plans(config, (source, target), cluster)
     return Study(
         config=config,
         spec=spec,

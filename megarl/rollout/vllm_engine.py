@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.config import PartialKv
+from megarl.config import MIN_BATCHED_TOKENS, PartialKv
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.rollout.engine import Engine, Sample, SampleRequest
 from megatron_bridge.parallel import Quantization
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _LATENT_PARTS = ("W_UV", "W_UK_T")
-_MIN_BATCHED_TOKENS = 8192  # prompt tokens prefilled in one step; vLLM's own default on GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +342,7 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
         seed=settings.seed,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_running_sequences,
-        max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, settings.max_running_sequences),
+        max_num_batched_tokens=max(MIN_BATCHED_TOKENS, settings.max_running_sequences),
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         enable_prefix_caching=settings.prefix_caching,
         enforce_eager=settings.enforce_eager or not on_gpu,

@@ -6,8 +6,8 @@ from math import prod
 import pytest
 
 from launch.activations import chunks_in_flight, layer_bytes, num_micro_batches, stage_bytes
-from launch.memory import GIB, check_memory, kv_bytes_per_token, memory_table, optimizer_bytes
-from launch.site import Device
+from launch.memory import check_memory, kv_bytes_per_token, memory_table, optimizer_bytes
+from launch.site import GIB, Device
 from megarl.config import (
     AlgorithmConfig,
     DataConfig,

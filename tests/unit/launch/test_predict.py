@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from launch.memory import GIB, Held, kv_bytes_per_token
-from launch.predict import Lengths, predict_step
-from launch.site import Device
+from launch.memory import Held, kv_bytes_per_token
+from launch.predict import MeanLengths, predict_step
+from launch.site import GIB, Device
 from megarl.config import (
     DataConfig,
     GeneratorConfig,
@@ -41,7 +41,7 @@ DEVICE = Device(
     memory_bytes_per_second=1e9,
     decode_efficiency=0.25,
 )
-LENGTHS = Lengths(prompt=100, response=300)
+LENGTHS = MeanLengths(prompt=100, response=300)
 HELD = Held(nbytes=5_000_000, dense=2_500_000)
 
 
