@@ -249,6 +249,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", type=Path, help="folder in which the run folders stay")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     said = parser.parse_args(argv)
+    if said.steps <= _FIRST_STEPS + _LAST_STEPS:
+        parser.error(
+            f"--steps is {said.steps}, expected more than {_FIRST_STEPS + _LAST_STEPS}: "
+            f"the first {_FIRST_STEPS} and the last {_LAST_STEPS} do not count"
+        )
     values = {name: getattr(said, name) for name in Settings.__dataclass_fields__}
     settings = Settings(**{**values, "ways": tuple(said.ways), "overrides": tuple(said.overrides)})
     result = measure(settings)
