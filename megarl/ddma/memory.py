@@ -28,7 +28,12 @@ def _block_box(box: Box) -> tuple[slice, ...]:
     return tuple(slice(low // BLOCK, -(-high // BLOCK)) for low, high in pairs)
 
 
-def _quantize(how: Quantizer, weight: Tensor, elements: Tensor, scales: Tensor) -> None:
+def _apply(how: Quantizer, weight: Tensor, elements: Tensor, scales: Tensor) -> None:
+    """Quantise as ``how`` does.
+
+    Raises:
+        WeightSyncError: it refuses the weight.
+    """
     try:
         how(weight, elements, scales)
     except QuantizationError as error:
@@ -102,7 +107,7 @@ class Memory:
                 elements.copy_(source)
                 scales.copy_(self.params[item.scales][_block_box(item.source_box)])
             else:
-                _quantize(quantize_blockwise, source, elements, scales)
+                _apply(quantize_blockwise, source, elements, scales)
 
     def unpack(self, message: Message, staged: Tensor) -> None:
         """Write a message's bytes, [nbytes] uint8, where they belong."""
@@ -123,7 +128,7 @@ class Memory:
             target.copy_(source)
             scales.copy_(self.params[item.scales][_block_box(item.source_box)])
         else:
-            _quantize(quantize_blockwise, source, target, scales)
+            _apply(quantize_blockwise, source, target, scales)
 
     def arrived(self, message: Message) -> None:
         """Quantise what is now complete; called once for each message."""
@@ -141,7 +146,7 @@ class Memory:
     def _quantize(self, item: Operation, whole: Tensor) -> None:
         blockwise = item.quantization == "after_block"
         quantize = quantize_blockwise if blockwise else quantize_per_tensor
-        _quantize(quantize, whole, self.params[item.target_param], self.params[item.scales])
+        _apply(quantize, whole, self.params[item.target_param], self.params[item.scales])
 
     def checksums(self, items: Sequence[Operation], *, sending: bool) -> Tensor:
         """Return checksums of what the targets of ``items`` must hold, or of what they hold.
@@ -190,7 +195,7 @@ class Memory:
         grid = tuple(-(-size // BLOCK) for size in region.shape)
         elements = torch.empty_like(region, dtype=FP8, memory_format=torch.contiguous_format)
         scales = region.new_empty(grid, dtype=torch.float32)
-        _quantize(quantize_blockwise, region, elements, scales)
+        _apply(quantize_blockwise, region, elements, scales)
         return elements.view(torch.int8), scales
 
 
