@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, PretrainedConfig
 
 from megarl.convert import main
-from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
+from megarl.rollout.vllm_engine import VllmEngine
 from megatron_bridge.models.families import load_spec
 from tests.dist.test_real_engines import FAMILIES, LATENT, PROMPTS, SIZES
-from tests.dist.vllm_cases import enter_world, largest_error, make_requests, run
+from tests.dist.vllm_cases import enter_world, largest_error, make_requests, make_settings, run
 from tests.processes import run_ranks
 from tests.weights import differing
 
@@ -113,20 +113,8 @@ def _sample(rank: int, size: int, folders: dict[str, Folders]) -> dict[str, floa
     enter_world(rank, size)
     errors: dict[str, float] = {}
     for family, found in folders.items():
-        engine = VllmEngine(
-            EngineSettings(
-                model_path=str(found.exported),
-                dtype="float32",
-                tp=1,
-                max_model_len=64,
-                max_running_sequences=8,
-                kv_cache_bytes=8 << 20,
-                seed=0,
-                enforce_eager=True,
-                prefix_caching=False,
-                job=family,
-                load_weights=True,
-            )
+        settings = make_settings(str(found.exported), job=family, load_weights=True)
+        engine = VllmEngine(settings)
         )
         engine.commit(1)
         requests = make_requests(PROMPTS, max_tokens=6)
