@@ -113,9 +113,9 @@ def _sample(rank: int, size: int, folders: dict[str, Folders]) -> dict[str, floa
     enter_world(rank, size)
     errors: dict[str, float] = {}
     for family, found in folders.items():
-        settings = make_settings(str(found.exported), job=family, load_weights=True)
+        folder = str(found.exported)
+        settings = make_settings(folder, job=family, load_weights=True, max_model_len=64)
         engine = VllmEngine(settings)
-        )
         engine.commit(1)
         requests = make_requests(PROMPTS, max_tokens=6)
         samples = run(engine, requests)
