@@ -120,6 +120,13 @@ def test_another_division_of_1024_gpus_fits_too(capsys: pytest.CaptureFixture[st
     assert 0 < found["predicted_sync_seconds"] < found["predicted_step_seconds"]
 
 
+def test_what_does_not_fit_is_also_said_as_json(capsys: pytest.CaptureFixture[str]):
+    arguments = [*EIGHT, "generator.kv_cache_gib=70", "--cluster", DGX, "--dry-run", "--json"]
+    with pytest.raises(ConfigError) as caught:
+        main(arguments, Console())
+    assert json.loads(capsys.readouterr().out) == {"fits": False, "why": str(caught.value)}
+
+
 def test_the_command_line_refuses_in_one_sentence_and_without_torch():
     code = (
         "import sys; sys.argv[1:] = sys.argv[2:]\n"
