@@ -50,7 +50,13 @@ def main(arguments: Sequence[str], console: Console) -> int:
     cluster = f"weights.cluster={given.cluster.absolute()}"
     config = load_config(given.config, (*given.overrides, cluster))
     site = load_site(given.cluster)
-    found = dry_run(config, site, _lengths(config, given.prompt_length, given.response_length))
+    lengths = _lengths(config, given.prompt_length, given.response_length)
+    try:
+        found = dry_run(config, site, lengths)
+    except ConfigError as error:
+        if given.json:
+            console.file.write(json.dumps({"fits": False, "why": str(error)}, indent=2) + "\n")
+        raise
     job = _job(config, site, found)
     script = render(job)
     if given.plot:
