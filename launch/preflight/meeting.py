@@ -19,6 +19,7 @@ from launch.preflight.report import Report, from_json, to_json, write_report
 TOKEN_FILE = "token"
 _CLOCK, _REPORT = b"clock\n", b"report "
 _PINGS = 5  # the quickest one tells the time best
+_TELL_SHARE = 0.3
 _ATTEMPT_SECONDS, _RETRY_SECONDS = 5.0, 0.2
 
 
@@ -126,8 +127,10 @@ def _talk(link: socket.socket, place: Place, report: Report, deadline: float) ->
             trips.append((answered - asked, answer["time"] - (asked + answered) / 2))
         round_trip, ahead = min(trips)
         found = replace(report, round_trip_seconds=round_trip, ahead_seconds=ahead)
-        # NFS shows a new file only when its cache of the folder has grown old: seconds.
-        found = replace(found, shared=_sees(place.folder, token, deadline))
+        # NFS shows a new file only when its cache of the folder has grown old: seconds. Not to the
+        # last, so that the first host still hears of it.
+        look_until = deadline - place.seconds * _TELL_SHARE
+        found = replace(found, shared=_sees(place.folder, token, look_until))
         link.sendall(_REPORT + to_json(found).encode() + b"\n")
         link.shutdown(socket.SHUT_WR)
         answers.read()  # until it has been taken in

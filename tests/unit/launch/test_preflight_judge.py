@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.preflight.__main__ import choose
 from launch.preflight.judge import Fault, find_faults, majority, reasons_by_host
 from launch.preflight.report import Report
+from launch.preflight.steps import choose
 from launch.site import Site, load_site
 
 CLUSTER = Path(__file__).parents[3] / "configs" / "clusters" / "dgx_h100.yaml"
