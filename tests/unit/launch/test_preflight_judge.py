@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.preflight.allocation import Allocation
 from launch.preflight.judge import Fault, find_faults, majority, reasons_by_host
 from launch.preflight.report import Report
-from launch.preflight.steps import choose
+from launch.preflight.steps import choose, write_verdict
 from launch.site import Site, load_site
 
 CLUSTER = Path(__file__).parents[3] / "configs" / "clusters" / "dgx_h100.yaml"
@@ -189,3 +190,15 @@ def test_faults_come_in_the_order_of_hosts_and_checks():
         ("n2", "master"),
         ("n2", "gpus"),
     ]
+
+
+def test_groups_of_hosts_are_judged_one_by_one_and_measured_together(tmp_path: Path):
+    trainers = Allocation(host="n1", hosts=("n1", "n2", "n3"), folder=tmp_path, address="", port=0)
+    generators = replace(trainers, hosts=("n4", "n5"))
+    write_verdict(trainers, [Fault(host="n1", check="gpus", reason="7 GPUs,\nexpected 8")], 1)
+    assert (tmp_path / "hosts").read_text() == "n2\n"
+    assert (tmp_path / "bad").read_text() == "n1\t7 GPUs, expected 8\n"
+    write_verdict(generators, [], 2)
+    assert (tmp_path / "hosts").read_text() == "n4\nn5\n"
+    assert (tmp_path / "chosen").read_text() == "n2\nn4\nn5\n"
+    assert (tmp_path / "good").read_text() == "n2\nn3\nn4\nn5\n"

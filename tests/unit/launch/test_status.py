@@ -4,6 +4,7 @@ import io
 import json
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,15 @@ starting again from step_000010: 1 of 3 without a newer checkpoint
 """
 
 
+@cache
+def _config(overrides: tuple[str, ...]) -> str:
+    return to_yaml(load_config(QUICKSTART, overrides))
+
+
 def _run(folder: Path, *overrides: str) -> Path:
     """Make a run folder whose three steps took 2, 4 and 6 s; the last metrics came a minute ago."""
     given = ("max_steps=10", "data.train_batch_size=4", "rollout.n=8", *overrides)
-    (folder / "config.yaml").write_text(to_yaml(load_config(QUICKSTART, given)))
+    (folder / "config.yaml").write_text(_config(given))
     rows = [
         {
             "step": step,
@@ -62,7 +68,7 @@ def _status(folder: Path, **states: str) -> RunStatus:
 
 def test_a_local_run_is_told_from_its_metrics_and_checkpoint(tmp_path: Path):
     assert _status(_run(tmp_path)) == RunStatus(
-        name=load_config(QUICKSTART).name,
+        name="quickstart",
         state="not known",
         step=3,
         max_steps=10,
