@@ -39,6 +39,8 @@ def measure(allocation: Allocation, site: Site) -> None:
         return
     from launch.preflight.link_rank import LinkPlan, host_store, wait_for_all
 
+    _write(allocation, HostRates(tested=tested, rates=()))  # begun, which tells a crash from none
+
     nics = site.links.nics_per_host if site.device.is_gpu else 1
     host = tested.index(allocation.host)
     plans = [
@@ -61,10 +63,14 @@ def measure(allocation: Allocation, site: Site) -> None:
     store = host_store(allocation.port) if host == 0 else None
     with ThreadPoolExecutor(nics) as pool:
         found = tuple(rate for rates in pool.map(_measure_nic, plans) for rate in rates)
-    with replacing(rates_path(allocation.folder, allocation.host)) as text:
-        json.dump(asdict(HostRates(tested=tested, rates=found)), text)
+    _write(allocation, HostRates(tested=tested, rates=found))
     if store is not None:
         wait_for_all(store, nics * len(tested), _ROUND_SECONDS)
+
+
+def _write(allocation: Allocation, rates: HostRates) -> None:
+    with replacing(rates_path(allocation.folder, allocation.host)) as text:
+        json.dump(asdict(rates), text)
 
 
 def _tested(folder: Path, host: str) -> tuple[str, ...]:

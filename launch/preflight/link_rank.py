@@ -152,6 +152,7 @@ class _Links:
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=_WAIT_SECONDS),
+                device_id=None if self._device.type == "cpu" else self._device,
             )
             yield
         finally:

@@ -75,8 +75,9 @@ def link_faults(measured: Mapping[str, HostRates], site: Site) -> list[Fault]:
     A slow host makes its peers' links slow too: with each host that is named its links are taken
     away before the next is looked for. Of two equally bad ones the later is named.
     """
-    tested = list(dict.fromkeys(host for one in measured.values() for host in one.tested))
-    silent = [host for host in tested if host not in measured]
+    tested, silent = _silent(measured)
+    if 2 * len(silent) > len(tested):  # the step failed as a whole, which names nobody: see `notes`
+        silent = []
     faults = [
         Fault(host=host, check="links", reason="it did not measure its links in time")
         for host in silent
@@ -88,6 +89,12 @@ def link_faults(measured: Mapping[str, HostRates], site: Site) -> list[Fault]:
         faults.append(Fault(host=worst, check="links", reason=_slowness(met, least, site)))
         left = {pair: rate for pair, rate in left.items() if worst not in pair}
     return faults
+
+
+def _silent(measured: Mapping[str, HostRates]) -> tuple[list[str], list[str]]:
+    """Return the hosts that took part, and those of them that did not come to an end."""
+    tested = list(dict.fromkeys(host for one in measured.values() for host in one.tested))
+    return tested, [host for host in tested if host not in measured or not measured[host].rates]
 
 
 def pair_rates(measured: Mapping[str, HostRates]) -> dict[frozenset[str], Rate]:
@@ -127,6 +134,9 @@ def _slowness(met: Mapping[str, Rate], least: float, site: Site) -> str:
 
 def notes(measured: Mapping[str, HostRates], site: Site) -> Iterator[str]:
     """Yield what is slow and cannot be laid to one host."""
+    tested, silent = _silent(measured)
+    if 2 * len(silent) > len(tested):
+        yield f"links: {len(silent)} of {len(tested)} hosts did not end their measurement"
     least = site.link_bytes_per_second * site.preflight.link_share
     named = {fault.host for fault in link_faults(measured, site)}
     for pair, rate in pair_rates(measured).items():

@@ -125,6 +125,21 @@ def test_a_host_that_took_part_and_wrote_no_rates_is_named_and_its_peers_are_not
     ]
 
 
+def test_a_host_that_began_and_did_not_end_is_named_like_one_that_did_not_begin():
+    measured = _measured(4, {"n1"})
+    measured["n1"] = replace(measured["n1"], rates=())
+    assert [fault.host for fault in link_faults(measured, _site())] == ["n1"]
+
+
+def test_a_measurement_that_fails_on_most_hosts_names_nobody_and_is_told():
+    measured = {
+        host: replace(one, rates=()) if host != "n0" else one
+        for host, one in _measured(4, set()).items()
+    }
+    assert link_faults(measured, _site()) == []
+    assert list(notes(measured, _site())) == ["links: 3 of 4 hosts did not end their measurement"]
+
+
 def test_a_slow_exchange_among_all_is_told():
     measured = _measured(4, set())
     among_all = Rate(peer=ALL, nic=0, bytes_per_second=SLOW)
