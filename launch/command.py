@@ -9,6 +9,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -41,7 +42,17 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt-length", type=float, help="mean tokens, for the step time; half of the longest"
     )
     parser.add_argument("--response-length", type=float, help="the same of responses")
+    parser.add_argument("--no-preflight", action="store_true", help="start without examining hosts")
+    parser.add_argument(
+        "--seeds", type=_seeds, default=(), help="a job array: 1,2,3, each with its own run folder"
+    )
     return parser
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 1,2,3")
+    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
 
 
 def main(arguments: Sequence[str], console: Console) -> int:
@@ -50,8 +61,10 @@ def main(arguments: Sequence[str], console: Console) -> int:
     cluster = f"weights.cluster={given.cluster.absolute()}"
     config = load_config(given.config, (*given.overrides, cluster))
     site = load_site(given.cluster)
+    if given.no_preflight:
+        site = replace(site, slurm=replace(site.slurm, preflight=False))
     found = dry_run(config, site, _lengths(config, given.prompt_length, given.response_length))
-    job = _job(config, site, found)
+    job = _job(config, site, found, given.seeds)
     script = render(job)
     if given.plot:
         from launch.plot import draw  # imports matplotlib
@@ -63,10 +76,14 @@ def main(arguments: Sequence[str], console: Console) -> int:
         console.print(script, markup=False, highlight=False, soft_wrap=True)
         console.print(f"submit: {submission['submit']}", markup=False, soft_wrap=True)
     if not given.dry_run:
-        check_run(Command.TRAIN, config)
-        submission["job"] = submit(job, to_yaml(config))
+        configs = dict(zip(job.folders, _configs(config, job), strict=True))
+        for each in configs.values():
+            check_run(Command.TRAIN, each)
+        texts = {folder: to_yaml(each) for folder, each in configs.items()}
+        submission["job"] = submit(job, texts, given.cluster.read_text())
         if not given.json:
-            line = f"submitted as job {submission['job']}; logs in {job.folder / 'logs'}"
+            folders = ", ".join(str(folder / "logs") for folder in job.folders)
+            line = f"submitted as job {submission['job']}; logs in {folders}"
             console.print(line, markup=False, soft_wrap=True)
     if given.json:
         console.file.write(json.dumps(found.figures() | submission, indent=2) + "\n")
@@ -90,7 +107,15 @@ def _lengths(config: RunConfig, prompt: float | None, response: float | None) ->
     return MeanLengths(**means)
 
 
-def _job(config: RunConfig, site: Site, found: DryRun) -> Job:
+def _configs(config: RunConfig, job: Job) -> list[RunConfig]:
+    """Return the configuration of each run folder."""
+    if not job.seeds:
+        return [config]
+    named = zip(job.seeds, job.folders, strict=True)
+    return [replace(config, seed=seed, name=folder.name) for seed, folder in named]
+
+
+def _job(config: RunConfig, site: Site, found: DryRun, seeds: tuple[int, ...]) -> Job:
     layout = config.trainer.layout
     return Job(
         name=config.name,
@@ -99,6 +124,8 @@ def _job(config: RunConfig, site: Site, found: DryRun) -> Job:
         folder=config.folder.absolute(),
         workdir=Path.cwd(),
         last_checkpoint=checkpoint_folder(config.folder, config.max_steps).name,
+        max_restarts=config.fault.max_restarts,
+        seeds=seeds,
         placement=found.placement,
         site=site,
     )
