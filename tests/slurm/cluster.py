@@ -24,7 +24,8 @@ NODE = ("slurmd", "unshare")
 NODES = tuple(f"n{number}" for number in range(1, 7))
 
 # A short time until a silent node counts as down, until a job that was asked to end is killed, and
-# (cred_expire) until one that was requeued may start again.
+# (cred_expire) until one that was requeued may start again. Jobs of two such Slurms on one machine
+# have other numbers, and so other ports.
 _CONF = """
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -59,6 +60,7 @@ KillWait=8
 MinJobAge=600
 JobRequeue=1
 GresTypes=gpu
+FirstJobId={port}
 SuspendProgram=/bin/true
 ResumeProgram=/bin/true
 SuspendTime=86400
