@@ -204,7 +204,7 @@ esac""",
     "srun": """
 echo "srun $*" >> $played/done
 while [ "$1" != rank ]; do shift; done
-shift
+shift 2
 cp $PREFLIGHT_DIR/ranks_0 $played/ranks
 exec $played/rank""",
 }
