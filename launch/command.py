@@ -138,7 +138,7 @@ def _show(config: RunConfig, site: Site, found: DryRun, console: Console) -> Non
     console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
     for line in picture(found.placement):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for note in _notes(found):
+    for note in _notes(config, found):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     for line in _memory(found, site):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -159,7 +159,7 @@ def _show(config: RunConfig, site: Site, found: DryRun, console: Console) -> Non
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _notes(found: DryRun) -> Iterator[str]:
+def _notes(config: RunConfig, found: DryRun) -> Iterator[str]:
     if found.placement.hosts_per_replica > 1:
         yield (
             f"each generator replica lies on {found.placement.hosts_per_replica} hosts, as "
@@ -167,6 +167,13 @@ def _notes(found: DryRun) -> Iterator[str]:
         )
     if not found.placement.rail_aligned:
         yield "pipeline neighbours on two hosts use different NICs: a stage is not whole hosts"
+    if not config.fault.max_restarts:
+        yield (
+            "fault.max_restarts is 0: the job ends when a rank fails, or when it loses a host before "
+            "there is a newer checkpoint to go on from"
+        )
+    if not config.checkpoint.save_freq:
+        yield "checkpoint.save_freq is 0: what is saved is the end, and what a time limit ends"
 
 
 def _memory(found: DryRun, site: Site) -> Iterator[str]:

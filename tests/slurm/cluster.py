@@ -190,11 +190,6 @@ class Slurm:
         words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         return next(word for word in words if word.startswith("JobState=")).partition("=")[2]
 
-    def hosts(self, job: str) -> list[str]:
-        """Return the nodes that a running job holds."""
-        listed = self.ask("squeue", "-h", "-j", job, "-o", "%N")
-        return self.ask("scontrol", "show", "hostnames", listed).split() if listed else []
-
     def processes(self, name: str) -> list[int]:
         """Return the processes of a node beside its slurmd."""
         found = [int(path.name) for path in Path("/proc").glob("[0-9]*")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from tests.slurm.cluster import GENERATORS, NODES, TRAINERS, Slurm, wait_until
 pytestmark = pytest.mark.slurm
 
 STEPS, PROMPTS = 8, 8  # of more than half a second each: 32 samples, each scored in 20 ms
-_START_SECONDS, _RUN_SECONDS = 90.0, 150.0
+_START_SECONDS, _RUN_SECONDS = 240.0, 300.0
 _LINKS = {"ranks_per_host": 1, "nic_bytes_per_second": 1.4e9, "nic_efficiency": 1.0}
 _DEVICE = {
     "is_gpu": False,
@@ -45,11 +45,6 @@ class Submitted:
     def attempts(self, event: str) -> list[dict]:
         lines = (self.folder / "attempts.jsonl").read_text().splitlines()
         return [one for one in map(json.loads, lines) if one["event"] == event]
-
-    def restarts(self) -> int:
-        """Return how often it has started again; -1 before the first start."""
-        file = self.folder / "attempts.jsonl"
-        return len(self.attempts("start")) - 1 if file.is_file() else -1
 
     def rows(self) -> dict[int, dict]:
         file = self.folder / "metrics.jsonl"
@@ -129,60 +124,67 @@ def test_a_run_over_two_nodes_trains_to_its_end(whole: Submitted):
     assert (whole.folder / "summary.json").is_file()
 
 
-def test_a_time_limit_and_a_lost_node_change_nothing(desk: Desk, request: pytest.FixtureRequest):
-    """The signal of a time limit, sent early; then a node that dies, whose place a spare takes."""
-    job = desk.launch("broken", "mode=sync", "fault.max_restarts=1")
-    job.wait_for_step(1)
-    desk.slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
-    job._wait(lambda: job.restarts() == 1, 60, "a new start")
-    saved = job.attempts("start")[1]["checkpoint"]
-    job.wait_for_step(int(saved.removeprefix("step_")) + 1)
-    lost = job.slurm.hosts(job.number)[-1]
-    desk.slurm.crash(lost)
-    whole = request.getfixturevalue("whole")  # runs while Slurm finds out
-    job.wait_for_end()
-    desk.slurm.start_node(lost)
-
-    starts, ends = job.attempts("start"), job.attempts("end")
-    assert [one["restart"] for one in starts] == [0, 1, 2]
-    assert ends[0]["code"] == 0
-    assert "" < starts[1]["checkpoint"] < starts[2]["checkpoint"] < ends[-1]["checkpoint"]
-    assert ends[-1]["bad"] == [lost]
-    assert lost in ends[0]["hosts"]
-    assert lost not in ends[-1]["hosts"]
+def _check_same(job: Submitted, whole: Submitted) -> None:
+    """An interrupted run trained on the same prompts, and as the other one did."""
     assert consumed_prompts(job.folder) == consumed_prompts(whole.folder)
     assert sorted(consumed_prompts(job.folder)) == list(range(PROMPTS * STEPS))
     expected, got = whole.rows(), job.rows()
     assert sorted(got) == sorted(expected)
     for step, row in expected.items():
-        assert got[step]["rollout/reward"] == row["rollout/reward"]
-        assert got[step]["perf/total_tokens"] == row["perf/total_tokens"]
+        for key in ("rollout/reward", "perf/total_tokens"):
+            assert got[step][key] == row[key], (step, key)
         assert got[step]["actor/loss"] == pytest.approx(row["actor/loss"], rel=1e-6, abs=1e-9)
 
 
-def test_trainer_and_generators_run_in_partitions_of_their_own(desk: Desk):
+def test_a_lost_node_of_a_heterogeneous_job_is_replaced(desk: Desk, request: pytest.FixtureRequest):
+    """Trainer and generators have partitions of their own; a generator's node dies."""
     keys = {"partition": "trainers", "generator_partition": "generators"}
-    job = desk.launch("het", "max_steps=2", **keys)
+    job = desk.launch("het", "mode=sync", "fault.max_restarts=1", **keys)
+    job.wait_for_step(2)
+    lost = job.attempts("start")[0]["hosts"][1]
+    desk.slurm.crash(lost)
+    whole = request.getfixturevalue("whole")  # runs while Slurm finds out
     job.wait_for_end()
-    (end,) = job.attempts("end")
-    assert end["hosts"][0] in TRAINERS
-    assert end["hosts"][1] in GENERATORS
-    assert sorted(job.rows()) == [1, 2]
+    desk.slurm.start_node(lost)
+
+    first, second = job.attempts("start")
+    end = job.attempts("end")[-1]
+    assert "" < first["checkpoint"] + second["checkpoint"] < end["checkpoint"]
+    assert (end["restart"], end["code"], end["bad"]) == (1, 0, [lost])
+    for hosts in (first["hosts"], end["hosts"]):
+        assert (hosts[0] in TRAINERS, hosts[1] in GENERATORS) == (True, True)
+    assert lost not in end["hosts"]
+    _check_same(job, whole)
+
+
+def test_the_signal_of_a_time_limit_changes_nothing(desk: Desk, whole: Submitted):
+    """The signal that Slurm would send is sent early."""
+    job = desk.launch("limit", "mode=sync")
+    job.wait_for_step(2)
+    assert "#SBATCH --signal=B:USR1@60\n" in (job.folder / "job.sbatch").read_text()
+    desk.slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
+    job.wait_for_end()
+    first, second = job.attempts("start")
+    stopped, end = job.attempts("end")
+    assert "" == first["checkpoint"] < second["checkpoint"] < end["checkpoint"]
+    assert second["checkpoint"] == stopped["checkpoint"]
+    assert [stopped["code"], end["code"], end["bad"]] == [0, 0, []]
+    _check_same(job, whole)
 
 
 def test_a_cancelled_array_of_seeds_leaves_no_process(desk: Desk):
-    array = desk.launch("array", "max_steps=500", "--seeds", "3,7")
-    folders = {seed: desk.folder / f"array-seed{seed}" for seed in (3, 7)}
-    tasks = [
-        Submitted(slurm=desk.slurm, number=f"{array.number}_{seed}", folder=folder)
-        for seed, folder in folders.items()
-    ]
-    for task in tasks:
-        task.wait_for_step(1)
-    assert len({host for task in tasks for host in task.slurm.hosts(task.number)}) == 4
+    """There are nodes for one task at a time."""
+    array = desk.launch("array", "max_steps=500", "--seeds", "3,7", partition="generators")
+    running, waiting = (
+        replace(array, number=f"{array.number}_{seed}", folder=desk.folder / f"array-seed{seed}")
+        for seed in (3, 7)
+    )
+    running.wait_for_step(1)
+    assert waiting.state == "PENDING"
     desk.slurm.ask("scancel", array.number)
     wait_until(lambda: not any(map(desk.slurm.processes, NODES)), 60, "empty nodes")
     wait_until(lambda: desk.slurm.ask("squeue", "-h") == "", 60, "an empty queue")
-    assert {task.state for task in tasks} == {"CANCELLED"}
-    for seed, folder in folders.items():
-        assert yaml.safe_load((folder / "config.yaml").read_text())["seed"] == seed
+    assert {running.state, waiting.state} == {"CANCELLED"}
+    assert len(running.attempts("start")) == 1
+    for seed, task in ((3, running), (7, waiting)):
+        assert yaml.safe_load((task.folder / "config.yaml").read_text())["seed"] == seed

@@ -102,6 +102,7 @@ def test_a_person_reads_it_all(capsys: pytest.CaptureFixture[str]):
         "max_tokens_per_micro_batch: 16384",
         "host    0 | 0-3 trainer stage 0 dp 0 | 4 generator 0 | 5 generator 1",
         "GiB a rank, of 79.6",
+        "note: fault.max_restarts is 0: the job ends when a rank fails",
         "weights: 0.",
         "step: ",
         "#SBATCH --nodes=1",
