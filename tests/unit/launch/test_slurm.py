@@ -203,6 +203,15 @@ case $1 in
 esac""",
     "srun": """
 echo "srun $*" >> $played/done
+case "$*" in
+  *"launch.preflight judge"*)
+    cp $played/bad $PREFLIGHT_DIR
+    tr ' ' '\\n' <<< "$HOSTS" | grep -vxFf <(cut -f1 $played/bad) > $PREFLIGHT_DIR/good
+    head -n 2 $PREFLIGHT_DIR/good > $PREFLIGHT_DIR/hosts
+    [ $(wc -l < $PREFLIGHT_DIR/hosts) = 2 ]
+    exit $(($? * 3));;
+  *launch.preflight*) exit 0;;
+esac
 while [ "$1" != rank ]; do shift; done
 shift 2
 cp $PREFLIGHT_DIR/ranks_0 $played/ranks
@@ -226,7 +235,9 @@ def _play(
         (played / name).chmod(0o755)
     restarts = int(str(settings.pop("max_restarts", 0)))
     attempt = str(settings.pop("attempt", 0))
-    job = replace(_make_job(spare_hosts=1, preflight=False), max_restarts=restarts)
+    bad = str(settings.pop("bad", ""))
+    (played / "bad").write_text(bad)
+    job = replace(_make_job(spare_hosts=1, preflight=bool(bad)), max_restarts=restarts)
     script = render(replace(job, folder=run, workdir=folder))
     environment = {
         "PATH": f"{played}:/usr/bin:/bin",
@@ -333,3 +344,31 @@ def test_a_lost_host_is_left_out_from_then_on(tmp_path: Path):
         "scontrol requeue 7",
         "scontrol update JobId=7 ExcNodeList=n1,n3",
     ]
+
+
+def test_the_preflight_says_which_hosts_are_used(tmp_path: Path):
+    """All hosts are examined; a spare takes the place of one that is no good."""
+    result = _play(tmp_path, _save(100), bad="n2\tno GPU\n")
+    assert result.returncode == 0, result
+    steps = _done(tmp_path, "srun")
+    names = ["check"] * 3 + ["judge", "bandwidth", "judge"]
+    assert [name for step in steps[:-1] for name in set(names) if f" {name} " in step] == names
+    checked = {word for step in steps[:3] for word in step.split() if "--nodelist=" in word}
+    assert checked == {f"--nodelist=n{number}" for number in (1, 2, 3)}
+    assert "--ntasks=2 --nodes=2 " in steps[4]  # the good ones
+    assert (tmp_path / "played/ranks").read_text().split() == ["n1"] * 4 + ["n3"] * 5
+    assert (tmp_path / "run/bad_nodes").read_text() == "n2\tno GPU\n"
+    end = _attempts(tmp_path)[-1]
+    assert (end["hosts"], end["bad"]) == (["n1", "n3"], ["n2"])
+
+
+def test_without_enough_good_hosts_the_job_waits_for_others(tmp_path: Path):
+    bad = "n1\tslow\nn2\tno GPU\n"
+    result = _play(tmp_path, _save(100), bad=bad, max_restarts=1)
+    assert result.returncode == 3, result
+    assert not (tmp_path / "played/ranks").exists()
+    assert _done(tmp_path, "scontrol") == [
+        "scontrol requeue 7",
+        "scontrol update JobId=7 ExcNodeList=n1,n2",
+    ]
+    assert _attempts(tmp_path)[-1]["code"] == 3
