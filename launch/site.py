@@ -17,6 +17,7 @@ from megarl.errors import ConfigError
 from megatron_bridge.cluster import LAUNCH_GROUPS, Cluster, load_cluster
 
 GIB = 2**30
+_COUNTS = ("hosts", "spare_hosts", "cpus_per_host", "generator_cpus_per_host", "signal_seconds")
 
 
 class Container(StrEnum):
@@ -70,13 +71,16 @@ class Slurm:
     """How a job asks for hosts; an empty text leaves its option out."""
 
     partition: str = ""
+    generator_partition: str = ""  # where not that of the trainer: a heterogeneous job
     account: str = ""
     qos: str = ""
     time: str = "04:00:00"
     hosts: int = 0  # there are; 0: not said
     spare_hosts: int = 0  # held beside the needed ones
     cpus_per_host: int = 0
+    generator_cpus_per_host: int = 0  # of generator_partition; 0: as many
     signal_seconds: int = 600  # before the time limit: to finish a step and save
+    preflight: bool = True  # examine hosts before the ranks start
     venv: str = ""
     container: Container = Container.NONE
     image: str = ""
@@ -151,7 +155,7 @@ def _check(path: Path, groups: _Groups) -> None:
         value = getattr(device, name)
         if not 0 < value <= 1:
             raise ConfigError(f"cluster file {path}: device.{name} is {value}, expected in (0, 1]")
-    for name in ("hosts", "spare_hosts", "cpus_per_host", "signal_seconds"):
+    for name in _COUNTS:
         value = getattr(slurm, name)
         if value < 0:
             raise ConfigError(f"cluster file {path}: slurm.{name} is {value}, expected at least 0")

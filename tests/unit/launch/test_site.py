@@ -47,6 +47,7 @@ def test_every_group_is_read(tmp_path: Path):
         (DEVICE + "slurm: {partitio: a}", ConfigError, "partitio"),
         (DEVICE + "slurm: {hosts: many}", ConfigError, "many"),
         (DEVICE + "slurm: {spare_hosts: -1}", ConfigError, "spare_hosts is -1"),
+        (DEVICE + "slurm: {generator_cpus_per_host: -8}", ConfigError, "per_host is -8"),
         (DEVICE + "slurm: {container: pyxis}", ConfigError, "image is ''; expected both"),
         (DEVICE + "slurm: {image: a.sqsh}", ConfigError, "container is none"),
         (DEVICE + "preflight: {shm_gib: -1}", ConfigError, "preflight.shm_gib is -1"),
