@@ -12,7 +12,7 @@ import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,10 @@ class Curves:
     provenance: dict[str, Any]
     alone: Rates  # one engine works, the other waits
     beside: Rates | None  # both work at once; None where they have the same ranks
-    trainer_ranks: int
+    dp: int  # of the trainer
     replicas: int
+    trainer_ranks: int  # of all data-parallel copies together
+    generator_ranks: int  # of all replicas together
     tick_seconds: float  # of a step, with neither training nor decoding
     reward_sample_seconds: float
     prompt_length: float  # mean tokens
@@ -246,21 +248,33 @@ def pipeline_of(curves: Curves, config: RunConfig, *, known_lengths: bool = Fals
         raise ConfigError(
             f"curves of (trainer ranks, replicas, colocated) = {measured}, expected {asked} of {config.name}"
         )
-    return Pipeline(
+    return replace(
+        measured_pipeline(curves, known_lengths=known_lengths),
         batch_groups=config.data.train_batch_size,
         group_size=config.rollout.n,
+        prompt_prefills=config.rollout.n,
         max_staleness=config.staleness_bound,
-        replicas=curves.replicas,
         slots=config.generator.max_running_sequences,
+        recompute=config.rollout.partial_kv is PartialKv.RECOMPUTE,
+        colocated=config.is_colocated,
+    )
+
+
+def measured_pipeline(curves: Curves, *, known_lengths: bool = False) -> Pipeline:
+    """Return a synchronous run with batches of one prompt, to be replaced by what is asked."""
+    return Pipeline(
+        batch_groups=1,
+        group_size=curves.group_size,
+        prompt_prefills=curves.group_size,
+        max_staleness=0,
+        replicas=curves.replicas,
+        slots=max(case.running for case in curves.alone.decode),
         lengths=measured_lengths(list(curves.lengths)),
         known_lengths=curves.lengths if known_lengths else (),
         step_seconds=DecodeCurve(curves.alone.decode),
         train_seconds=TrainCurve(curves.alone.train),
         sync_seconds=curves.tick_seconds,
         prefill_seconds=curves.alone.prefill_token_seconds,
-        prompt_prefills=config.rollout.n,
-        recompute=config.rollout.partial_kv is PartialKv.RECOMPUTE,
         prompt_length=round(curves.prompt_length),
-        colocated=config.is_colocated,
         beside=slow_down(curves) or (1.0, 1.0),
     )
