@@ -125,6 +125,13 @@ class Site:
         """What one NIC is to reach, in each direction."""
         return self.links.nic_bytes_per_second * self.links.nic_efficiency
 
+    def computing_ranks(self, num_ranks: int) -> int:
+        """Return how many of ``num_ranks``, which fill hosts in order, compute at the same time."""
+        if self.device.is_gpu:
+            return num_ranks
+        hosts = -(-num_ranks // self.links.ranks_per_host)
+        return min(num_ranks, hosts * self.links.cores_per_host)
+
 
 def load_site(path: Path) -> Site:
     """Read a cluster file.
