@@ -34,6 +34,7 @@ class LocalLauncher:
         self._tail = MetricsTail(job.folder / METRICS_FILE)
         self._ranks: LocalRanks | None = None
         self._signals = 0
+        self._attempts = 0
 
     def run(self) -> int:
         """Start all ranks and return 0 when all ended well, 1 when one did not.
@@ -85,7 +86,8 @@ class LocalLauncher:
 
     def _attempt(self, arguments: tuple[str, ...]) -> Report | None:
         """Run all ranks to their end; return why, where it is a bad one."""
-        ranks = self._ranks = LocalRanks(self._job)
+        ranks = self._ranks = LocalRanks(self._job, restarts=self._attempts)
+        self._attempts += 1
         if self._signals:
             ranks.request_stop()
         topology = self._job.topology

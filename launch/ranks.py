@@ -18,7 +18,15 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from megarl.config import FaultConfig
-from megarl.progress import OBSERVER_KEY, STOP_KEY, Failure, Progress, read_failure, read_progress
+from megarl.progress import (
+    OBSERVER_KEY,
+    RESTARTS_VARIABLE,
+    STOP_KEY,
+    Failure,
+    Progress,
+    read_failure,
+    read_progress,
+)
 from megarl.topology import Topology
 
 _POLL_SECONDS = 0.1
@@ -49,8 +57,8 @@ class LocalJob:
 class LocalRanks:
     """All ranks of a job as child processes: `start`, look at them, `end`; then none is left."""
 
-    def __init__(self, job: LocalJob):
-        self._job = job
+    def __init__(self, job: LocalJob, restarts: int = 0):
+        self._job, self._restarts = job, restarts
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
@@ -71,6 +79,7 @@ class LocalRanks:
             **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
+            RESTARTS_VARIABLE: str(self._restarts),
             "WORLD_SIZE": str(self._job.topology.size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),

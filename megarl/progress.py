@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 STOP_KEY, FAILURE_KEY, OBSERVER_KEY = "stop", "failure", "observer"
+RESTARTS_VARIABLE = "MEGARL_RESTARTS"  # of a rank's environment: how often its job started again
 BEAT_SECONDS = 1.0
 MISSED_SECONDS = 4 * BEAT_SECONDS  # no beat for so long: stopped, or in code that keeps the GIL
 _LOOK_SECONDS = 0.2  # how old a published status may be

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -43,6 +44,7 @@ from megarl.observe.metrics import (
     write_summary,
 )
 from megarl.observe.trace import merge_traces
+from megarl.progress import RESTARTS_VARIABLE
 from megarl.topology import REWARD, TRAINER
 from megarl.wiring import (
     Rank,
@@ -59,6 +61,9 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FINISH_LABEL = "end of run"
+# Importing engines makes millions of objects that stay: Python's default has a fifth of that time go
+# into looking for garbage among them.
+_START_THRESHOLD, _RUN_THRESHOLD = (100_000, 20, 20), gc.get_threshold()
 
 
 def rendezvous(config: RunConfig) -> Rendezvous:
@@ -91,6 +96,7 @@ def run_training(rank: Rank) -> None:
     try:
         world.set_status("starting the engine")
         initialize(rank, executors)
+        _collect_as_usual()
         channels = make_channels(rank, executors)
         world.barrier("start")
         all_ticks, on_step = ticks(rank.start.step, config.max_steps), _step_hook(world)
@@ -148,6 +154,7 @@ def _run_alone(rank: Rank, executor: Executor) -> None:
     config, world = rank.config, rank.world
     world.set_status("starting the engine")
     executor.init()
+    _collect_as_usual()
     order = (Stage(prepares=(TRAINER,), steps=(TRAINER,)),)
     all_ticks, on_step = range(rank.start.step, config.max_steps), _step_hook(world)
     ExecutorController((executor,), {}, order, all_ticks, on_step, world.inside).run()
@@ -167,6 +174,13 @@ def run_doctor(rank: Rank) -> None:
     examine(rank)
 
 
+def _collect_as_usual() -> None:
+    """Look for garbage as often as Python does, but not among what was there before the first tick."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_RUN_THRESHOLD)
+
+
 def _discard(step: int, metrics: dict[str, float]) -> None:
     """Take metrics that another rank reports."""
 
@@ -179,9 +193,15 @@ def _step_hook(world: World) -> Callable[[int], None]:
     return on_step
 
 
+def count_restarts() -> int:
+    """Return how often the job was started again, as `launch.local` or Slurm says."""
+    names = (RESTARTS_VARIABLE, "SLURM_RESTART_COUNT")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+
+
 def _open_metrics(rank: Rank) -> MetricsLog:
     config = rank.config
-    metrics = MetricsLog(config.folder, config.observe, config.name)
+    metrics = MetricsLog(config.folder, config.observe, config.name, count_restarts())
     metrics.truncate(rank.start.step)
     return metrics
 
@@ -225,6 +245,7 @@ def _prepare_process(local_rank: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    gc.set_threshold(*_START_THRESHOLD)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # The reward rank stands behind the ranks that have a GPU and needs none.
     if local_rank < torch.cuda.device_count():

@@ -34,13 +34,18 @@ class MetricsLog:
     of an earlier process is removed on opening.
     """
 
-    def __init__(self, folder: Path, observe: ObserveConfig, run_name: str) -> None:
+    def __init__(
+        self, folder: Path, observe: ObserveConfig, run_name: str, restarts: int | None = None
+    ) -> None:
         """Open ``folder/metrics.jsonl`` for appending, and what ``observe`` asks for beside it.
+
+        Where ``restarts`` is given, every line says that the job was started again so often.
 
         Raises:
             ConfigError: TensorBoard or W&B is asked for and not installed.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        self._same = {} if restarts is None else {"perf/restarts": float(restarts)}
         self.path = folder / METRICS_FILE
         self._tensorboard = _open_tensorboard(folder, None) if observe.tensorboard else None
         self._wandb = (
@@ -52,6 +57,7 @@ class MetricsLog:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append one step; NaN and infinities, which JSON lacks, become null."""
         values = {name: float(value) for name, value in metrics.items()}
+        values |= self._same
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.observe.metrics import read_metrics
 from tests.e2e.conftest import Task
 from tests.jobs import ROOT, launched
 
@@ -106,6 +107,9 @@ def test_a_job_starts_again_from_its_newest_checkpoint_after_a_silence_and_a_dea
     assert f"starting again from step_{stopped:06d}" in output
     account = (folder / "failure.txt").read_text()
     assert account.count("starting again from step_") == 2
+    restarts = [row["perf/restarts"] for row in read_metrics(folder / "metrics.jsonl")]
+    assert restarts == sorted(restarts)
+    assert set(restarts) == {0, 1, 2}
 
 
 def test_a_mistake_of_the_user_is_not_started_again(task: Task, tmp_path: Path) -> None:

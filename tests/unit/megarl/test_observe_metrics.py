@@ -35,6 +35,15 @@ def test_each_step_is_one_json_line_readable_before_the_log_closes(tmp_path):
     log.close()
 
 
+def test_every_line_says_how_often_the_job_was_started_again(tmp_path):
+    for restarts in (0, 2):
+        log = MetricsLog(tmp_path, ObserveConfig(), "test", restarts)
+        log.write(restarts + 1, {"x": 1.0})
+        log.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["perf/restarts"]) for row in rows] == [(1, 0), (3, 2)]
+
+
 def test_a_resumed_run_has_each_step_once(tmp_path):
     log = _make_log(tmp_path)
     for step in (1, 2, 3, 4):
