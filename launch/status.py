@@ -48,8 +48,8 @@ class RunStatus:
     job: str
     starts: int | None  # of the run's job, the first one included; None: no job of Slurm's
     restarts: int  # by itself
-    hosts: tuple[str, ...]
-    bad_hosts: tuple[str, ...]  # left out of the newest start, or ever named bad
+    hosts: tuple[str, ...]  # of the newest start, spares included; once it has ended, those it used
+    bad_hosts: tuple[str, ...]
     last_error: str
 
 
@@ -87,8 +87,8 @@ def run_status(folder: Path, states: Mapping[str, str], now: float) -> RunStatus
         job=job,
         starts=len(starts) if attempts else None,
         restarts=_job_restarts(starts) if attempts else _local_restarts(failures),
-        hosts=tuple(starts[-1].get("hosts", ())) if starts else (),
-        bad_hosts=_bad_hosts(folder, starts),
+        hosts=tuple(attempts[-1].get("hosts", ())) if attempts else (),
+        bad_hosts=_bad_hosts(folder, attempts),
         last_error=_last_error(failures, attempts),
     )
 
@@ -158,11 +158,11 @@ def _last_error(failures: Sequence[str], attempts: Sequence[Mapping]) -> str:
     return f"job {codes[-1]['job']} ended with code {codes[-1]['code']}" if codes else ""
 
 
-def _bad_hosts(folder: Path, starts: Sequence[Mapping]) -> tuple[str, ...]:
+def _bad_hosts(folder: Path, attempts: Sequence[Mapping]) -> tuple[str, ...]:
     path = folder / "bad_nodes"
     lines = path.read_text().splitlines() if path.is_file() else []
     named = [line.partition("\t")[0] for line in lines if line.strip()]
-    left_out = starts[-1].get("bad", ()) if starts else ()
+    left_out = attempts[-1].get("bad", ()) if attempts else ()
     return tuple(dict.fromkeys([*named, *left_out]))
 
 

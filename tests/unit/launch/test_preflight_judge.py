@@ -25,7 +25,7 @@ def _dgx() -> Site:
 
 def _site(**changes: object) -> Site:
     site = _dgx()
-    return replace(site, preflight=replace(site.preflight, **changes))  # pyright: ignore[reportArgumentType]
+    return replace(site, preflight=replace(site.preflight, **changes))
 
 
 def _report(host: str, **changes: object) -> Report:
@@ -38,7 +38,7 @@ def _report(host: str, **changes: object) -> Report:
         shm_bytes=512 << 30,
         memory_bytes=1800 << 30,
     )
-    return replace(good, **changes)  # pyright: ignore[reportArgumentType]
+    return replace(good, **changes)
 
 
 def _faults(*changed: Report, hosts: tuple[str, ...] = HOSTS, **site: object) -> list[Fault]:

@@ -136,6 +136,12 @@ def test_a_slurm_run_counts_its_requeues_and_names_its_hosts(tmp_path: Path):
     assert found.bad_hosts == ("n7", "n2")
     assert found.last_error == "job 12 ended with code 137"
 
+    end = {"job": "12", "event": "end", "restart": 1, "code": 0, "hosts": ["n3"], "bad": ["n9"]}
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write(f"{json.dumps(end)}\n")
+    found = _status(tmp_path)
+    assert (found.state, found.hosts, found.bad_hosts) == ("ended", ("n3",), ("n7", "n2", "n9"))
+
 
 @pytest.mark.parametrize(("event", "state"), [("start", "not known"), ("end", "ended")])
 def test_a_job_that_slurm_has_forgotten_is_judged_by_its_last_word(
