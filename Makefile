@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test lint slurm-test nightly chaos clean
+.PHONY: help install quickstart test pytest lint slurm-test nightly chaos clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,8 +22,11 @@ lint: install ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: lint ## all tests that need no GPU
-	$(BIN)/python -m pytest --durations=15
+test: lint pytest ## lint and all tests that need no GPU
+
+# Most of a run's ranks wait for one that computes: two tests at a time keep two cores busy.
+pytest: install
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15
 
 slurm-test: install ## run jobs on a real Slurm of virtual nodes; root installs it first
 	@tools/install_slurm.sh

@@ -21,6 +21,7 @@ PACKAGES = [
     "megatron_bridge.models",
     "megatron_bridge.runtime",
     "launch",
+    "launch.preflight",
     "tools",
 ]
 
@@ -72,7 +73,7 @@ GPU = ["torch", "flash-attn", "transformer-engine[pytorch]", "vllm"]
 # Only to measure beside it: tools/bench_trl.py.
 TRL = ["trl==1.16.*"]
 
-DEV = ["hypothesis", "pre-commit", "pyright[nodejs]", "pytest", "ruff"]
+DEV = ["hypothesis", "pre-commit", "pyright[nodejs]", "pytest", "pytest-xdist", "ruff"]
 
 setup(
     name="megarl",

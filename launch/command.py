@@ -63,7 +63,13 @@ def main(arguments: Sequence[str], console: Console) -> int:
     site = load_site(given.cluster)
     if given.no_preflight:
         site = replace(site, slurm=replace(site.slurm, preflight=False))
-    found = dry_run(config, site, _lengths(config, given.prompt_length, given.response_length))
+    lengths = _lengths(config, given.prompt_length, given.response_length)
+    try:
+        found = dry_run(config, site, lengths)
+    except ConfigError as error:
+        if given.json:
+            console.file.write(json.dumps({"fits": False, "why": str(error)}, indent=2) + "\n")
+        raise
     job = _job(config, site, found, given.seeds)
     script = render(job)
     if given.plot:
