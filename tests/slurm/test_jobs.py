@@ -21,6 +21,7 @@ from tests.slurm.cluster import GENERATORS, NODES, TRAINERS, Slurm, wait_until
 pytestmark = pytest.mark.slurm
 
 STEPS, PROMPTS = 8, 8  # of more than half a second each: 32 samples, each scored in 20 ms
+NO_GPU = "n2"
 _START_SECONDS, _RUN_SECONDS = 240.0, 300.0
 _LINKS = {"ranks_per_host": 1, "nic_bytes_per_second": 1.4e9, "nic_efficiency": 1.0}
 _DEVICE = {
@@ -82,13 +83,16 @@ class Desk:
     task: Path  # folder of the arithmetic task
     folder: Path
 
-    def launch(self, name: str, *arguments: str, **keys: object) -> Submitted:
+    def launch(
+        self, name: str, *arguments: str, preflight: dict | None = None, **keys: object
+    ) -> Submitted:
         """Submit a run under ``name``; ``keys`` are those of the cluster file's group slurm."""
         environment = [{"name": "OMP_NUM_THREADS", "value": "1", "why": "ranks share the cores"}]
         slurm = {"partition": "nodes", "time": "10", "signal_seconds": 60, "venv": sys.prefix}
-        slurm |= {"preflight": False, "environment": environment} | keys
+        slurm |= {"preflight": preflight is not None, "environment": environment} | keys
         cluster = self.folder / f"{name}.yaml"
-        cluster.write_text(yaml.safe_dump({**_LINKS, "device": _DEVICE, "slurm": slurm}))
+        groups = {"device": _DEVICE, "slurm": slurm, "preflight": preflight or {}}
+        cluster.write_text(yaml.safe_dump({**_LINKS, **groups}))
         output = run_command(
             *("launch", str(ROOT / "configs/quickstart.yaml"), "--cluster", str(cluster), "--json"),
             *(f"name={name}", f"run_dir={self.folder}", f"model.path={self.task / 'model'}"),
@@ -112,21 +116,11 @@ def desk(nodes: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Desk:
 
 @pytest.fixture(scope="module")
 def whole(desk: Desk) -> Submitted:
-    """A run in lockstep that nothing interrupts, at its end."""
-    job = desk.launch("whole", "mode=sync")
+    """A run in lockstep that nothing interrupts, at its end; one of its three hosts has no GPU."""
+    seen = {"list_gpus": f"[ $(hostname) = {NO_GPU} ] || echo H100", "link_share": 0.0}
+    job = desk.launch("whole", "mode=sync", preflight=seen, spare_hosts=1)
     job.wait_for_end()
     return job
-
-
-def test_a_run_over_two_nodes_trains_to_its_end(whole: Submitted):
-    assert sorted(whole.rows()) == list(range(1, STEPS + 1))
-    (start,), (end,) = whole.attempts("start"), whole.attempts("end")
-    assert start["hosts"] == end["hosts"]
-    assert len(set(end["hosts"])) == 2
-    assert (end["code"], end["checkpoint"], end["bad"]) == (0, f"step_{STEPS:06d}", [])
-    assert len(list((whole.folder / "logs").glob("rank_*.log"))) == 3
-    assert "sendBytes failed" not in whole.logs()  # none speaks to a store that has gone
-    assert (whole.folder / "summary.json").is_file()
 
 
 def _check_same(job: Submitted, whole: Submitted) -> None:
@@ -160,6 +154,18 @@ def test_a_lost_node_of_a_heterogeneous_job_is_replaced(desk: Desk, request: pyt
         assert (hosts[0] in TRAINERS, hosts[1] in GENERATORS) == (True, True)
     assert lost not in end["hosts"]
     _check_same(job, whole)
+
+
+def test_a_run_over_two_nodes_trains_to_its_end(whole: Submitted):
+    assert sorted(whole.rows()) == list(range(1, STEPS + 1))
+    (start,), (end,) = whole.attempts("start"), whole.attempts("end")
+    assert (len(start["hosts"]), start["bad"]) == (3, [])
+    assert end["hosts"] == [host for host in start["hosts"] if host != NO_GPU]
+    assert (end["code"], end["checkpoint"], end["bad"]) == (0, f"step_{STEPS:06d}", [NO_GPU])
+    assert (whole.folder / "bad_nodes").read_text() == f"{NO_GPU}\t0 GPUs, expected 1\n"
+    assert len(list((whole.folder / "logs").glob("rank_*.log"))) == 3
+    assert "sendBytes failed" not in whole.logs()  # none speaks to a store that has gone
+    assert (whole.folder / "summary.json").is_file()
 
 
 def test_the_signal_of_a_time_limit_changes_nothing(desk: Desk, whole: Submitted):
