@@ -28,10 +28,9 @@ test: lint pytest ## lint and all tests that need no GPU
 pytest: install
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15
 
-slurm-test: install ## show rendered jobs to a real Slurm controller, which root installs first
-	@PATH=$$PATH:/usr/sbin; command -v slurmctld munged sbatch > /dev/null || \
-		apt-get install -y --no-install-recommends slurmctld slurm-client munge
-	$(BIN)/python -m pytest -m slurm tests/slurm
+slurm-test: install ## run jobs on a real Slurm of virtual nodes; root installs it first
+	@tools/install_slurm.sh
+	$(BIN)/python -m pytest -m slurm --durations=5 tests/slurm
 
 nightly: install ## ten thousand random layouts and schedules against their oracles
 	MEGARL_DRAWS=10000 $(BIN)/python -m pytest tests/unit/megatron_bridge/test_layouts.py -k any

@@ -21,6 +21,7 @@ PACKAGES = [
     "megatron_bridge.models",
     "megatron_bridge.runtime",
     "launch",
+    "launch.preflight",
     "tools",
 ]
 

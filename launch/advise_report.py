@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from launch.advise import Advice, Setting, advise
+from launch.advise import Advice, Proposal, Setting, advise
+from launch.advise_measured import Division, divisions
+from launch.curves import load_curves, measured_pipeline
 from launch.engine_costs import Workload
 from launch.lengths import Lengths
 from launch.site import load_site
@@ -33,6 +35,7 @@ class _Asked:
     paper_speedup: float | None = None
 
 
+SHOWN = 5
 _MODELS = Path("configs/models")
 PAPER = (
     _Asked(model=_MODELS / "llama3.1_8b.yaml", num_gpus=256, paper_speedup=2.52),
@@ -41,22 +44,24 @@ PAPER = (
 )
 
 
+def proposal_row(found: Proposal) -> dict[str, Any]:
+    """Return a layout and what it does, as plain values."""
+    return {
+        "trainer": asdict(found.layout.trainer),
+        "generator": asdict(found.layout.generator),
+        "trainer_share": found.layout.trainer_share,
+        "step_seconds": found.simulated.step_seconds,
+        "formula_seconds": found.layout.step_seconds,
+        "sync_seconds": found.layout.sync_seconds,
+        "trainer_idle_ratio": found.simulated.trainer_idle_ratio,
+        "generator_idle_ratio": found.simulated.generator_idle_ratio,
+        "staleness_mean": found.simulated.staleness_mean,
+    }
+
+
 def row(advice: Advice, paper_speedup: float | None) -> dict[str, Any]:
     """Return an advice as plain values; seconds are of a step, asynchronous ones simulated."""
-    proposals = [
-        {
-            "trainer": asdict(found.layout.trainer),
-            "generator": asdict(found.layout.generator),
-            "trainer_share": found.layout.trainer_share,
-            "step_seconds": found.simulated.step_seconds,
-            "formula_seconds": found.layout.step_seconds,
-            "sync_seconds": found.layout.sync_seconds,
-            "trainer_idle_ratio": found.simulated.trainer_idle_ratio,
-            "generator_idle_ratio": found.simulated.generator_idle_ratio,
-            "staleness_mean": found.simulated.staleness_mean,
-        }
-        for found in advice.proposals
-    ]
+    proposals = [proposal_row(found) for found in advice.proposals]
     return {
         "model": advice.setting.model,
         "num_gpus": advice.setting.num_gpus,
@@ -124,6 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, help="file of configs/models or Hugging Face folder")
     parser.add_argument("--gpus", type=int, help="to divide; with --model")
     parser.add_argument("--cluster", type=Path, default=Path("configs/clusters/dgx_h100.yaml"))
+    parser.add_argument(
+        "--curves",
+        type=Path,
+        help="of tools.measure_curves: how many copies of each engine as measured --gpus should be",
+    )
     parser.add_argument("--prompts", type=int, default=512, help="of a step")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
     parser.add_argument("--prompt-length", type=int, default=200, help="tokens")
@@ -144,6 +154,8 @@ def main(arguments: Sequence[str], console: Console) -> int:
         ConfigError, BridgeError: a setting that cannot be, or in which nothing fits.
     """
     given = _parser().parse_args(arguments)
+    if given.curves:
+        return _advise_measured(given, console)
     if (given.model is None) != (given.gpus is None):
         raise ConfigError("advise: --model and --gpus go together")
     asked = PAPER
@@ -179,4 +191,59 @@ def main(arguments: Sequence[str], console: Console) -> int:
         return 0
     for found in rows:
         console.print(_table(found))
+    return 0
+
+
+# --- At measured rates ----------------------------------------------------------------------------
+
+
+def measured_rows(found: Sequence[Division]) -> list[dict[str, Any]]:
+    """Return divisions as plain values; seconds are of a simulated step."""
+    return [
+        {
+            "overrides": list(division.overrides),
+            "trainer_share": division.trainer_share,
+            **{
+                name: getattr(division.simulated, name)
+                for name in (
+                    "step_seconds",
+                    "trainer_idle_ratio",
+                    "generator_idle_ratio",
+                    "staleness_mean",
+                )
+            },
+        }
+        for division in found
+    ]
+
+
+def measured_table(rows: Sequence[dict[str, Any]], title: str = "at measured rates") -> Table:
+    table = Table("overrides", "θ", "step s", "idle t / g", title=title)
+    for row in rows:
+        table.add_row(
+            " ".join(row["overrides"]),
+            f"{row['trainer_share']:.2f}",
+            f"{row['step_seconds']:.3g}",
+            f"{row['trainer_idle_ratio']:.2f} / {row['generator_idle_ratio']:.2f}",
+        )
+    return table
+
+
+def _advise_measured(given: argparse.Namespace, console: Console) -> int:
+    if given.gpus is None or given.model is not None:
+        raise ConfigError("advise: --curves goes with --gpus, and without --model")
+    curves = load_curves(given.curves)
+    run = replace(
+        measured_pipeline(curves),
+        batch_groups=given.prompts,
+        group_size=given.samples,
+        prompt_prefills=given.samples,
+        max_staleness=given.max_staleness,
+    )
+    cores = load_site(given.cluster).computing_ranks(given.gpus)
+    rows = measured_rows(divisions(curves, run, given.gpus, cores))
+    if given.json:
+        print(json.dumps({"rows": rows}, indent=1))
+    else:
+        console.print(measured_table(rows[:SHOWN]))
     return 0

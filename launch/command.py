@@ -9,6 +9,7 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -41,7 +42,17 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt-length", type=float, help="mean tokens, for the step time; half of the longest"
     )
     parser.add_argument("--response-length", type=float, help="the same of responses")
+    parser.add_argument("--no-preflight", action="store_true", help="start without examining hosts")
+    parser.add_argument(
+        "--seeds", type=_seeds, default=(), help="a job array: 1,2,3, each with its own run folder"
+    )
     return parser
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 1,2,3")
+    return tuple(dict.fromkeys(int(part) for part in text.split(",")))
 
 
 def main(arguments: Sequence[str], console: Console) -> int:
@@ -50,6 +61,8 @@ def main(arguments: Sequence[str], console: Console) -> int:
     cluster = f"weights.cluster={given.cluster.absolute()}"
     config = load_config(given.config, (*given.overrides, cluster))
     site = load_site(given.cluster)
+    if given.no_preflight:
+        site = replace(site, slurm=replace(site.slurm, preflight=False))
     lengths = _lengths(config, given.prompt_length, given.response_length)
     try:
         found = dry_run(config, site, lengths)
@@ -57,7 +70,7 @@ def main(arguments: Sequence[str], console: Console) -> int:
         if given.json:
             console.file.write(json.dumps({"fits": False, "why": str(error)}, indent=2) + "\n")
         raise
-    job = _job(config, site, found)
+    job = _job(config, site, found, given.seeds)
     script = render(job)
     if given.plot:
         from launch.plot import draw  # imports matplotlib
@@ -69,10 +82,14 @@ def main(arguments: Sequence[str], console: Console) -> int:
         console.print(script, markup=False, highlight=False, soft_wrap=True)
         console.print(f"submit: {submission['submit']}", markup=False, soft_wrap=True)
     if not given.dry_run:
-        check_run(Command.TRAIN, config)
-        submission["job"] = submit(job, to_yaml(config))
+        configs = dict(zip(job.folders, _configs(config, job), strict=True))
+        for each in configs.values():
+            check_run(Command.TRAIN, each)
+        texts = {folder: to_yaml(each) for folder, each in configs.items()}
+        submission["job"] = submit(job, texts, given.cluster.read_text())
         if not given.json:
-            line = f"submitted as job {submission['job']}; logs in {job.folder / 'logs'}"
+            folders = ", ".join(str(folder / "logs") for folder in job.folders)
+            line = f"submitted as job {submission['job']}; logs in {folders}"
             console.print(line, markup=False, soft_wrap=True)
     if given.json:
         console.file.write(json.dumps(found.figures() | submission, indent=2) + "\n")
@@ -96,7 +113,15 @@ def _lengths(config: RunConfig, prompt: float | None, response: float | None) ->
     return MeanLengths(**means)
 
 
-def _job(config: RunConfig, site: Site, found: DryRun) -> Job:
+def _configs(config: RunConfig, job: Job) -> list[RunConfig]:
+    """Return the configuration of each run folder."""
+    if not job.seeds:
+        return [config]
+    named = zip(job.seeds, job.folders, strict=True)
+    return [replace(config, seed=seed, name=folder.name) for seed, folder in named]
+
+
+def _job(config: RunConfig, site: Site, found: DryRun, seeds: tuple[int, ...]) -> Job:
     layout = config.trainer.layout
     return Job(
         name=config.name,
@@ -105,6 +130,8 @@ def _job(config: RunConfig, site: Site, found: DryRun) -> Job:
         folder=config.folder.absolute(),
         workdir=Path.cwd(),
         last_checkpoint=checkpoint_folder(config.folder, config.max_steps).name,
+        max_restarts=config.fault.max_restarts,
+        seeds=seeds,
         placement=found.placement,
         site=site,
     )
@@ -117,7 +144,7 @@ def _show(config: RunConfig, site: Site, found: DryRun, console: Console) -> Non
     console.print(to_yaml(config), markup=False, highlight=False, soft_wrap=True)
     for line in picture(found.placement):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for note in _notes(found):
+    for note in _notes(config, found):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     for line in _memory(found, site):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -138,7 +165,7 @@ def _show(config: RunConfig, site: Site, found: DryRun, console: Console) -> Non
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _notes(found: DryRun) -> Iterator[str]:
+def _notes(config: RunConfig, found: DryRun) -> Iterator[str]:
     if found.placement.hosts_per_replica > 1:
         yield (
             f"each generator replica lies on {found.placement.hosts_per_replica} hosts, as "
@@ -146,6 +173,13 @@ def _notes(found: DryRun) -> Iterator[str]:
         )
     if not found.placement.rail_aligned:
         yield "pipeline neighbours on two hosts use different NICs: a stage is not whole hosts"
+    if not config.fault.max_restarts:
+        yield (
+            "fault.max_restarts is 0: the job ends when a rank fails, or when it loses a host before "
+            "there is a newer checkpoint to go on from"
+        )
+    if not config.checkpoint.save_freq:
+        yield "checkpoint.save_freq is 0: what is saved is the end, and what a time limit ends"
 
 
 def _memory(found: DryRun, site: Site) -> Iterator[str]:

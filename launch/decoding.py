@@ -49,6 +49,7 @@ class Replica:
         self.version = 0
         self.now = 0.0
         self.idle_seconds = 0.0  # with nothing to decode
+        self.slow_down = 1.0  # times as long that a step takes, for whoever works beside
         self._slots, self._step_seconds = slots, step_seconds
         self._paused_until = 0.0
         self._steps = 0.0  # decoded since the beginning
@@ -65,8 +66,12 @@ class Replica:
         return len(self._running) + len(self._waiting)
 
     @property
-    def has_room(self) -> bool:
-        return self.outstanding < self._slots
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    def has_room(self, count: int) -> bool:
+        """Whether a prompt's ``count`` responses may come: they fit, or nothing else is there."""
+        return not self.outstanding or self.outstanding + count <= self._slots
 
     @property
     def held_tokens(self) -> float:
@@ -87,7 +92,7 @@ class Replica:
         if not self._running:
             return float("inf")
         begin = max(self.now, self._paused_until)
-        return begin + max(0.0, self._running[0][0] - self._steps) * self._pace
+        return begin + max(0.0, self._running[0][0] - self._steps) * self._pace * self.slow_down
 
     def advance(self, until: float) -> list[Finished]:
         """Move the clock to ``until``, at most the next change, and return what has ended."""
@@ -97,7 +102,7 @@ class Replica:
         elif until >= self.next_change():
             self._move(self._running[0][0] - self._steps)
         elif self._pace:
-            self._move((until - begin) / self._pace)
+            self._move((until - begin) / (self._pace * self.slow_down))
         self.now = until
         return self._finish()
 

@@ -86,6 +86,23 @@ def place(
     )
 
 
+def trainer_hosts(placement: Placement) -> int:
+    """Return how many hosts, the first ones, the trainer has; the generators have the others.
+
+    Raises:
+        ConfigError: a host has ranks of both.
+    """
+    for host in range(placement.num_hosts):
+        if GENERATOR in (found := _executors(placement.on_host(host))):
+            if TRAINER in found:
+                raise ConfigError(
+                    f"host {host} has trainer and generator ranks; expected a trainer of whole hosts "
+                    f"of {placement.devices_per_host} for a partition of the generators' own"
+                )
+            return host
+    return placement.num_hosts
+
+
 def _parts(config: RunConfig, topology: Topology, rank: int) -> tuple[str, ...]:
     parts: list[str] = []
     for executor in topology.places_of(rank):

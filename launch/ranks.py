@@ -31,6 +31,14 @@ from megarl.topology import Topology
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5  # between a rank's end and that of what it started, which may still clean up
+# glibc keeps freed memory for the next tensor, in huge pages: without this a CPU rank spends a fifth
+# of its time on page faults.
+_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**26),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(2**26),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 _REAP_SECONDS = 10.0  # a process in an uninterruptible wait (a driver, a file server) may never end
 
 
@@ -67,6 +75,7 @@ class LocalRanks:
         path.parent.mkdir(parents=True, exist_ok=True)
         environment = {
             "OMP_NUM_THREADS": "1",
+            **_ALLOCATOR,
             **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

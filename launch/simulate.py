@@ -23,10 +23,7 @@ STEPS_TO_FILL = 4  # not counted, unless said: the first batches meet empty gene
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What is simulated: trainer and generators on ranks of their own.
-
-    With ``max_staleness=0`` they take turns, which is also what colocated engines do.
-    """
+    """What is simulated; with ``max_staleness=0`` trainer and generators take turns."""
 
     batch_groups: int  # prompts of a step
     group_size: int  # samples of a prompt
@@ -38,13 +35,22 @@ class Pipeline:
     train_seconds: Callable[[Sequence[int]], float]  # of a batch, by its sequences' lengths
     sync_seconds: float = 0.0  # weights from trainer to generators, for both of them
     prefill_seconds: float = 0.0  # of a token
+    prompt_prefills: int = 1  # of a group, whose samples mostly share their prompt's cache
     recompute: bool = False  # unfinished responses are prefilled again under new weights
     prompt_length: int = 0
+    known_lengths: tuple[int, ...] = ()  # in place of drawn ones: by prompt and sample, in a ring
+    colocated: bool = False  # on the same ranks, which are not idle while the other engine works
+    # Times as long that training and decoding take while the other works, where they share a machine.
+    beside: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         for name in ("batch_groups", "group_size", "replicas", "slots"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"pipeline: {name} is {getattr(self, name)}, expected at least 1")
+        if self.colocated and self.max_staleness:
+            raise ConfigError(
+                f"pipeline: colocated with max_staleness {self.max_staleness}, expected 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +59,17 @@ class SimulatedStep:
 
     step_seconds: float
     train_seconds: float
-    wait_seconds: float  # of the trainer, for its batch
+    wait_seconds: float  # until the batch was complete
     sync_seconds: float
-    generator_idle_seconds: float  # of a replica, with nothing to decode
+    trainer_idle_seconds: float  # of the wait, unless the trainer's ranks decoded meanwhile
+    generator_idle_seconds: float  # of a replica, with nothing to decode and no training to do
     staleness_mean: float  # versions between a token and the version that it trains
     staleness_max: float
     tokens: float  # of responses
 
     @property
     def trainer_idle_ratio(self) -> float:
-        return self.wait_seconds / self.step_seconds
+        return self.trainer_idle_seconds / self.step_seconds
 
     @property
     def generator_idle_ratio(self) -> float:
@@ -107,25 +114,44 @@ class _Run:
         arrived, self._asked = self._now, -1
         while not self._is_ready(version):
             self._change()
-        collected = self._now
+        self._advance_to(self._now)
+        collected, idle = self._now, self._idle_seconds() - idle
         found = [
             sample for group in self._buffer.take(version) for sample in group.samples.values()
         ]
         self._num_complete -= self._pipeline.batch_groups
         lengths = [f.response.prompt_length + f.response.length for f in found]
-        train_seconds = self._pipeline.train_seconds(lengths)
-        self._advance_to(self._now + train_seconds)
+        idle += self._train(self._pipeline.train_seconds(lengths))
         tokens = sum(f.response.length for f in found)
         return SimulatedStep(
             step_seconds=self._now - begin,
-            train_seconds=train_seconds,
+            train_seconds=self._now - collected,
             wait_seconds=collected - arrived,
             sync_seconds=arrived - begin,
-            generator_idle_seconds=(self._idle_seconds() - idle) / len(self._replicas),
+            trainer_idle_seconds=0.0 if self._pipeline.colocated else collected - arrived,
+            generator_idle_seconds=idle / len(self._replicas),
             staleness_mean=version - sum(f.version_sum for f in found) / tokens,
             staleness_max=version - min(f.first_version for f in found),
             tokens=tokens,
         )
+
+    def _train(self, seconds: float) -> float:
+        """Pass the time of training, ``seconds`` were nothing decoded; return the replicas' idle time."""
+        idle, (slower, slower_decoding) = self._idle_seconds(), self._pipeline.beside
+        self._set_slow_down(slower_decoding)
+        while seconds > 0:
+            pace = slower if any(replica.is_busy for replica in self._replicas) else 1.0
+            until = min(self._now + seconds * pace, self._next_change())
+            seconds -= max(until - self._now, 1e-9) / pace
+            self._advance_to(until)
+        self._set_slow_down(1.0)
+        return 0.0 if self._pipeline.colocated else self._idle_seconds() - idle
+
+    def _set_slow_down(self, slow_down: float) -> None:
+        """Change the pace of all replicas, which have come as far as the clock."""
+        for index, replica in enumerate(self._replicas):
+            replica.slow_down = slow_down
+            self._expect(index)
 
     def _is_ready(self, version: int) -> bool:
         """Ask the buffer, which looks at all its groups, only where it may say yes anew."""
@@ -155,14 +181,20 @@ class _Run:
                 [
                     Response(
                         group=group,
-                        length=pipeline.lengths.draw(self._random),
+                        length=self._length(group, sample),
                         prompt_length=pipeline.prompt_length,
                     )
-                    for _ in range(pipeline.group_size)
+                    for sample in range(pipeline.group_size)
                 ]
             )
         self._dispatch()
         self._advance_to(self._now + pipeline.sync_seconds)
+
+    def _length(self, group: int, sample: int) -> int:
+        known = self._pipeline.known_lengths
+        if not known:
+            return self._pipeline.lengths.draw(self._random)
+        return known[(group * self._pipeline.group_size + sample) % len(known)]
 
     def _next_change(self) -> float:
         while self._changes and self._changes[0][0] != self._due[self._changes[0][1]]:
@@ -204,11 +236,13 @@ class _Run:
             index = min(
                 range(len(self._replicas)), key=lambda index: self._replicas[index].outstanding
             )
-            if not self._replicas[index].has_room:
+            if not self._replicas[index].has_room(self._pipeline.group_size):
                 return
             self._advance(index)
             self._replicas[index].stall(
-                self._pipeline.prompt_length * self._pipeline.prefill_seconds
+                self._pipeline.prompt_length
+                * self._pipeline.prompt_prefills
+                * self._pipeline.prefill_seconds
             )
             self._replicas[index].add(self._queue.popleft())
             self._expect(index)

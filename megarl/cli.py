@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | sft | replay | eval | doctor | data | convert | launch | advise``.
+"""The command line: ``megarl train | sft | replay | eval | doctor | data | convert | launch | advise | status``.
 
 Checks everything that can be checked before an engine starts, then starts the ranks of this
 machine; where a launcher (torchrun, srun) has set RANK already, it becomes that rank.
@@ -18,7 +18,7 @@ from rich.console import Console
 from megarl.check import Command, check_run, check_world_size, folder_of, topology_of
 from megarl.config import RunConfig
 from megarl.config_file import load_config, to_yaml
-from megarl.errors import MegarlError
+from megarl.errors import ConfigError, MegarlError
 from megatron_bridge.errors import BridgeError
 
 
@@ -35,8 +35,13 @@ def _parser() -> argparse.ArgumentParser:
         (Command.DOCTOR, "check that a training run would start right, without training"),
     ):
         sub = commands.add_parser(command, help=text)
-        sub.add_argument("config", type=Path, help="YAML file")
+        # A doctor may look at a configuration, at machines, or at both.
+        doctor = command is Command.DOCTOR
+        sub.add_argument("config", type=Path, nargs="?" if doctor else None, help="YAML file")
         sub.add_argument("overrides", nargs="*", help="dotted overrides: trainer.lr=1e-4")
+        if doctor:
+            text = "YAML file of the machines: examine those of this allocation, or this one"
+            sub.add_argument("--cluster", type=Path, help=text)
     data = commands.add_parser("data", help="write the built-in arithmetic task and its model")
     data.add_argument("folder", type=Path)
     data.add_argument("--seed", type=int, default=0)
@@ -44,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("convert", help="convert, compare and show checkpoints (--help says more)")
     commands.add_parser("advise", help="say which layouts train fastest (--help says more)")
     commands.add_parser("launch", help="submit a training run to Slurm (--help says more)")
+    commands.add_parser("status", help="say how far a run is (--help says more)")
     return parser
 
 
@@ -92,6 +98,19 @@ def _run(command: Command, arguments: argparse.Namespace, console: Console) -> i
     return code
 
 
+def _doctor(arguments: argparse.Namespace, console: Console) -> int:
+    """Examine the machines, where a file of them is given, then the configuration, where one is."""
+    if arguments.cluster is None and arguments.config is None:
+        raise ConfigError("megarl doctor needs a configuration, or --cluster FILE")
+    if arguments.cluster is not None:
+        from launch.preflight.doctor import main as examine_machines
+
+        code = examine_machines(arguments.cluster, console)
+        if code or arguments.config is None:
+            return code
+    return _run(Command.DOCTOR, arguments, console)
+
+
 def _print_findings(folder: Path, code: int, console: Console) -> None:
     """Show what a doctor found; its folder stays only where something was wrong."""
     from megarl.doctor import read_findings, table
@@ -129,9 +148,15 @@ def main() -> None:
             from launch.command import main as launch_main
 
             sys.exit(launch_main(sys.argv[2:], console))
+        if sys.argv[1:2] == ["status"]:
+            from launch.status import main as status_main
+
+            sys.exit(status_main(sys.argv[2:], console))
         arguments = _parser().parse_args()
         if arguments.command == "data":
             sys.exit(_write_data(arguments))
+        if arguments.command == Command.DOCTOR:
+            sys.exit(_doctor(arguments, console))
         sys.exit(_run(Command(arguments.command), arguments, console))
     except (MegarlError, BridgeError) as error:
         print(f"megarl: {error}", file=sys.stderr)  # noqa: T201 - the command's own voice

@@ -41,8 +41,9 @@ from megarl.progress import (
 )
 from megarl.topology import TRAINER, ExecutorPlace, Topology
 
-_ARRIVED_KEY = "arrived"
+_ARRIVED_KEY, _LEFT_KEY = "arrived", "left"
 _POLL_SECONDS = 0.05  # how often a waiting rank looks whether its time is over or a signal came
+_LEAVE_SECONDS = 10.0  # that the store's host gives its peers, whose last beats come yet
 _STORE_TIMEOUT = timedelta(seconds=120)  # connecting to the store, while peers still import
 
 
@@ -152,6 +153,7 @@ class World:
         self.place: ExecutorPlace = self.places[0]
         self.label = topology.label(at.rank)
         self._timeout = timedelta(seconds=at.timeout_seconds)
+        self._is_store_host = at.is_store_host
         self._step = -1
         self._wait = timed_wait(at.timeout_seconds)
         self.store = dist.TCPStore(
@@ -333,7 +335,12 @@ class World:
             self._wait(work, f"rank {self.rank} ({self.label}), tick {self._step}: {label}")
 
     def leave(self) -> None:
-        """Leave both worlds; may be called after a failure."""
+        """Leave both worlds, where all others do; the store's host is the last to go."""
         self._heartbeat.stop()
+        left = self.store.add(_LEFT_KEY, 1)
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._is_store_host and left < self.topology.size and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            left = self.store.add(_LEFT_KEY, 0)
         if dist.is_initialized():
             dist.destroy_process_group()

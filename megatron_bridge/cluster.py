@@ -15,7 +15,8 @@ from yaml import YAMLError
 from megatron_bridge.errors import PlanError
 from megatron_bridge.flows import Seat
 
-LAUNCH_GROUPS = ("device", "slurm")  # of a cluster file; not about links: `launch.site` reads them
+# Of a cluster file, but not about links: `launch.site` reads them.
+LAUNCH_GROUPS = ("device", "slurm", "preflight")
 _ABOVE_ZERO = {
     "ranks_per_host",
     "nics_per_host",

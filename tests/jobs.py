@@ -55,13 +55,13 @@ def launched(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         launcher.wait()
 
 
-def run_command(*arguments: str, timeout: float = 300.0) -> str:
+def run_command(*arguments: str, timeout: float = 300.0, **options: Any) -> str:
     """Run ``megarl ARGUMENTS`` and return its output.
 
     Raises:
         AssertionError: it failed (with its output) or took longer than ``timeout`` seconds.
     """
-    process = start_command(*arguments)
+    process = start_command(*arguments, **options)
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:

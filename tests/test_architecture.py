@@ -57,6 +57,7 @@ PROCESS_GROUPS = (
     "megarl/channels/",
     "megarl/ddma/",
     "megarl/world.py",
+    "launch/preflight/link_rank.py",  # measures
     "launch/ranks.py",  # hosts the store at which the ranks meet
     "megarl/rollout/vllm_engine.py",  # checks the default group that vLLM is about to take over
     "megatron_bridge/io/dist_metadata.py",  # makes the records of its checkpoints, no group

@@ -27,8 +27,8 @@ from megarl.data.arithmetic import write_dataset
 from megarl.observe.metrics import METRICS_FILE, read_metrics
 
 _RUN_SECONDS = 600.0
-_FIRST_STEPS = 6  # not counted: pipelines fill, allocators and caches warm up
-_LAST_STEPS = 5  # not counted: the last versions' prompts are sampled already
+FIRST_STEPS = 6  # not counted: pipelines fill, allocators and caches warm up
+LAST_STEPS = 5  # not counted: the last versions' prompts are sampled already
 
 
 class BenchmarkError(RuntimeError):
@@ -135,6 +135,15 @@ def run_config(folder: Path, settings: Settings) -> dict[str, Any]:
     }
 
 
+def write_work(folder: Path, settings: Settings) -> Path:
+    """Write data, model and configuration; return the latter's file."""
+    write_dataset(folder / "data", 0, 4096, num_eval=1, sft_worked=0, sft_mixed=0)
+    write_model(folder / "model", settings)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(run_config(folder, settings)))
+    return config
+
+
 def run_way(way: Way, config: Path, settings: Settings) -> list[dict[str, Any]]:
     """Run one way; return the rows of its training steps.
 
@@ -161,7 +170,7 @@ def run_way(way: Way, config: Path, settings: Settings) -> list[dict[str, Any]]:
 
 def figures(rows: Sequence[Mapping[str, Any]], samples_per_step: int) -> dict[str, float]:
     """Return one way's figures over its counted steps; means weigh each step by its seconds."""
-    counted = rows[_FIRST_STEPS:-_LAST_STEPS]
+    counted = rows[FIRST_STEPS:-LAST_STEPS]
     seconds = [row["timing_s/step"] for row in counted]
     total = sum(seconds)
 
@@ -188,11 +197,7 @@ def figures(rows: Sequence[Mapping[str, Any]], samples_per_step: int) -> dict[st
 def measure(settings: Settings) -> dict[str, Any]:
     """Run all ways one after another and compare them."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_dataset(folder / "data", 0, 4096, num_eval=1, sft_worked=0, sft_mixed=0)
-        write_model(folder / "model", settings)
-        config = folder / "config.yaml"
-        config.write_text(yaml.safe_dump(run_config(folder, settings)))
+        config = write_work(Path(name), settings)
         modes = {
             way.name: figures(run_way(way, config, settings), settings.prompts * settings.samples)
             for way in WAYS
@@ -247,15 +252,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         default = Settings.__dataclass_fields__[name].default
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--keep", type=Path, help="folder in which the run folders stay")
+    parser.add_argument("--write", type=Path, help="only write model, data and config.yaml there")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     said = parser.parse_args(argv)
-    if said.steps <= _FIRST_STEPS + _LAST_STEPS:
+    if said.steps <= FIRST_STEPS + LAST_STEPS:
         parser.error(
-            f"--steps is {said.steps}, expected more than {_FIRST_STEPS + _LAST_STEPS}: "
-            f"the first {_FIRST_STEPS} and the last {_LAST_STEPS} do not count"
+            f"--steps is {said.steps}, expected more than {FIRST_STEPS + LAST_STEPS}: "
+            f"the first {FIRST_STEPS} and the last {LAST_STEPS} do not count"
         )
     values = {name: getattr(said, name) for name in Settings.__dataclass_fields__}
     settings = Settings(**{**values, "ways": tuple(said.ways), "overrides": tuple(said.overrides)})
+    if said.write:
+        Console().print(str(write_work(said.write, settings)), soft_wrap=True)
+        return
     result = measure(settings)
     if said.json:
         print(json.dumps(result, indent=1))

@@ -32,7 +32,7 @@ from megatron_bridge.spec import RankManifest
 
 logger = logging.getLogger(__name__)
 
-_REPORT_SECONDS = 0.02  # longest time between two reports, which bring news of the tick's end
+REPORT_SECONDS = 0.02  # longest time between two reports, which bring news of the tick's end
 
 
 class Client(Protocol):
@@ -157,7 +157,7 @@ class GeneratorExecutor(Executor):
         return self._report() if state is State.GO and self._unreported else state
 
     def _is_due(self, reported: float) -> bool:
-        return self._replica.client.agree(time.monotonic() - reported >= _REPORT_SECONDS)
+        return self._replica.client.agree(time.monotonic() - reported >= REPORT_SECONDS)
 
     def _report(self) -> State:
         """Report what is finished and take on what is ordered."""

@@ -20,6 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -31,6 +32,7 @@ from megatron_bridge.models.checks import check_layout
 from megatron_bridge.parallel import TrainerLayout
 from megatron_bridge.runtime.attention import PackedAttention
 from megatron_bridge.runtime.latent import GroupLimitedRouter, LatentSelfAttention
+from megatron_bridge.runtime.pointwise import RmsNorm, swiglu
 from megatron_bridge.runtime.setup import acceleration
 from megatron_bridge.spec import LatentAttention, ModelSpec
 
@@ -40,18 +42,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def uses_te() -> bool:
     """Return whether layers are Transformer Engine's, which fuse norms into linear layers."""
     return acceleration()["transformer_engine"]
-
-
-class RmsNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm for Megatron's specs; unlike Megatron's wrapper of it, it knows sequence
-    parallelism: its weight is marked, so that its gradient is summed over the tensor-parallel group.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any
-    ) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore
 
 
 def transformer_config(
@@ -105,6 +95,9 @@ def transformer_config(
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         bias_activation_fusion=fast["cuda"],
+        use_te_activation_func=not fast[
+            "cuda"
+        ],  # any function of the whole input; see `build_chunk`
         apply_rope_fusion=fast["transformer_engine"] and not spec.mla,
         gradient_accumulation_fusion=fast["transformer_engine"] or fast["apex"],
         masked_softmax_fusion=False,
@@ -244,6 +237,10 @@ def build_chunk(
     )
     if rotates:
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(spec)
+    if config.use_te_activation_func:
+        for module in chunk.modules():
+            if isinstance(module, MLP):
+                module.activation_func = swiglu
     return chunk
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from launch.command import main
@@ -53,7 +54,7 @@ def test_1024_gpus_are_placed_sized_planned_and_rendered(capsys: pytest.CaptureF
     assert found["predicted_step_seconds"] == pytest.approx(slower + step["sync_seconds"])
     script = found["sbatch"]
     assert "#SBATCH --nodes=128\n" in script
-    assert "--ntasks=1025 " in script
+    assert "WORLD_SIZE=1025\n" in script
     assert found["submit"].startswith("sbatch ")
 
 
@@ -75,6 +76,25 @@ def test_one_host_of_eight(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_seeds_become_an_array(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    given: dict[Path, str] = {}
+    monkeypatch.setattr("launch.command.submit", lambda job, configs, _: given.update(configs))
+    monkeypatch.setattr("launch.command.check_run", lambda command, config: None)
+    arguments = [*EIGHT, f"run_dir={tmp_path}", "name=a", "--cluster", DGX, "--json"]
+    assert main([*arguments, "--seeds", "3,7", "--no-preflight"], Console()) == 0
+    script = json.loads(capsys.readouterr().out)["sbatch"]
+    assert "#SBATCH --array=3,7\n" in script
+    assert "\npreflight\n" not in script
+    configs = {folder: yaml.safe_load(text) for folder, text in given.items()}
+    expected = {tmp_path / f"a-seed{seed}": (f"a-seed{seed}", seed) for seed in (3, 7)}
+    assert {folder: (one["name"], one["seed"]) for folder, one in configs.items()} == expected
+    with pytest.raises(SystemExit):
+        main([*arguments, "--seeds", "3,b"], Console())
+    assert "'3,b' is not of the form 1,2,3" in capsys.readouterr().err
+
+
 def test_a_person_reads_it_all(capsys: pytest.CaptureFixture[str]):
     assert main([*EIGHT, "--cluster", DGX, "--dry-run"], Console(width=80)) == 0
     text = capsys.readouterr().out
@@ -82,6 +102,7 @@ def test_a_person_reads_it_all(capsys: pytest.CaptureFixture[str]):
         "max_tokens_per_micro_batch: 16384",
         "host    0 | 0-3 trainer stage 0 dp 0 | 4 generator 0 | 5 generator 1",
         "GiB a rank, of 79.6",
+        "note: fault.max_restarts is 0: the job ends when a rank fails",
         "weights: 0.",
         "step: ",
         "#SBATCH --nodes=1",

@@ -90,6 +90,38 @@ def test_recomputing_unfinished_responses_costs_their_tokens():
     assert more == pytest.approx(4 * 25 * 1e-3)
 
 
+def test_colocated_engines_idle_only_while_another_replica_decodes():
+    """Two replicas of four slots, four groups of two: 400 tokens at one, 100 at the other."""
+    lengths = (100, 100, 400, 100) * 2  # the first group goes to the first replica, and so on
+    found = _steady(_make_pipeline(max_staleness=0, colocated=True, known_lengths=lengths))
+    assert found.step_seconds == pytest.approx(4.0 + 2.0)
+    assert found.trainer_idle_ratio == 0
+    assert found.generator_idle_ratio == pytest.approx((3.0 + 0.0) / 2 / 6.0)
+    with pytest.raises(ConfigError, match="colocated with max_staleness 1, expected 0"):
+        _make_pipeline(colocated=True)
+
+
+@pytest.mark.parametrize("train_seconds", [0.25, 2.5])
+def test_who_works_beside_another_is_slower_and_alone_is_not(train_seconds: float):
+    """Decoding takes a second alone. While both work training takes twice, decoding thrice as long."""
+    slow = _make_pipeline(train_seconds=train_seconds, beside=(2.0, 3.0))
+    found = _steady(slow)
+    if train_seconds < 1:  # trains for 0.5 s, in which a sixth of the batch is decoded
+        assert found.train_seconds == pytest.approx(0.5)
+        assert found.step_seconds == pytest.approx(0.5 + 1 - 0.5 / 3)
+    else:  # decodes for 3 s, in which 1.5 s of training are done
+        assert found.step_seconds == pytest.approx(3 + 1)
+        assert found.generator_idle_seconds == pytest.approx(1)
+    taking_turns = replace(slow, max_staleness=0)
+    assert _steady(taking_turns).step_seconds == pytest.approx(train_seconds + _GENERATE)
+
+
+def test_known_lengths_are_decoded_one_after_another():
+    known = tuple(range(1, 25))
+    found = simulate(_make_pipeline(max_staleness=0, known_lengths=known), 4)
+    assert [step.tokens for step in found] == [sum(range(1, 9)), sum(range(9, 17)), 164, 36]
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 4),

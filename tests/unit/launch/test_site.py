@@ -29,11 +29,15 @@ def test_our_clusters_can_be_launched_on(name: str, is_gpu: bool):
 
 
 def test_every_group_is_read(tmp_path: Path):
-    text = "ranks_per_host: 4\n" + DEVICE + "slurm: {container: pyxis, image: a.sqsh, mounts: [/b]}"
+    slurm = "slurm: {container: pyxis, image: a.sqsh, mounts: [/b]}\n"
+    links = "ranks_per_host: 4\nnic_bytes_per_second: 10.0e9\nnic_efficiency: 0.9\n"
+    text = links + DEVICE + slurm + "preflight: {list_gpus: rocm-smi}"
     site = load_site(_write(tmp_path, text))
     assert site.links.ranks_per_host == 4
     assert site.device.peak_tflops == 989
     assert (site.slurm.container, site.slurm.mounts) == (Container.PYXIS, ["/b"])
+    assert site.preflight.list_gpus == "rocm-smi"
+    assert site.link_bytes_per_second == 9e9
 
 
 @pytest.mark.parametrize(
@@ -43,8 +47,11 @@ def test_every_group_is_read(tmp_path: Path):
         (DEVICE + "slurm: {partitio: a}", ConfigError, "partitio"),
         (DEVICE + "slurm: {hosts: many}", ConfigError, "many"),
         (DEVICE + "slurm: {spare_hosts: -1}", ConfigError, "spare_hosts is -1"),
+        (DEVICE + "slurm: {generator_cpus_per_host: -8}", ConfigError, "per_host is -8"),
         (DEVICE + "slurm: {container: pyxis}", ConfigError, "image is ''; expected both"),
         (DEVICE + "slurm: {image: a.sqsh}", ConfigError, "container is none"),
+        (DEVICE + "preflight: {shm_gib: -1}", ConfigError, "preflight.shm_gib is -1"),
+        (DEVICE + "preflight: {list_gpu: x}", ConfigError, "list_gpu"),
         (DEVICE.replace("80", "80, decode_efficiency: 1.5"), ConfigError, "decode_efficiency is"),
         (DEVICE + "rank_per_host: 4", PlanError, "rank_per_host"),
         ("- 1", PlanError, "cluster.yaml"),

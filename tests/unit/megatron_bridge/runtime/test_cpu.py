@@ -225,7 +225,7 @@ def test_applying_twice_is_applying_once() -> None:
 def test_megatrons_norm_still_refuses_what_our_layer_spec_replaces_it_for() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_bridge.runtime.architecture import RmsNorm
+    from megatron_bridge.runtime.pointwise import RmsNorm
 
     config = SimpleNamespace(
         layernorm_zero_centered_gamma=False,

@@ -1,0 +1,148 @@
+"""The reward rank of a measurement of curves: what the generators are to sample, and when a phase ends.
+
+Held by `tools.curve_rank`, whose other ranks are served as in a run. Makes of the run's first prompts the
+batches on which its trainer is then measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle
+from pathlib import Path
+
+import torch
+
+from megarl.channels.requests import RequestServer
+from megarl.data.tokenizer import load_model_tokenizer
+from megarl.rollout.batch import scored_batch, split_batch
+from megarl.rollout.buffer import Group
+from megarl.rollout.dispatch import Dispatcher
+from megarl.rollout.engine import Sample, SampleRequest
+from megarl.rollout.messages import State, pack_work, unpack_samples
+from megarl.rollout.scoring import Scorer
+from megarl.rollout.tasks import TaskBook
+from megarl.topology import GENERATOR
+from megarl.types import Orders, Report
+from megarl.wiring import Rank
+
+BATCHES_FILE = "batches.pt"
+_LOOK_SECONDS = 0.01
+_NO_TOKEN = 1 << 30  # ends no response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much is measured, the same on every rank."""
+
+    folder: Path
+    seconds: float  # of each phase, at least one round of its cases
+    batches: int  # whose prompts are sampled first
+    tokens: int  # of a decoding case
+
+
+class Orderer:
+    """The reward rank: hands out requests, scores the first responses, makes batches of them."""
+
+    def __init__(self, rank: Rank, plan: Plan):
+        config = rank.config
+        tokenizer = load_model_tokenizer(Path(config.model.path))
+        self._config, self._plan = config, plan
+        self._tasks, self._scorer = TaskBook(config, tokenizer), Scorer(config, tokenizer)
+        self._replicas = len(rank.world.topology.place(GENERATOR).groups)
+        self._dispatcher = Dispatcher(self._replicas, config.generator.max_running_sequences)
+        self._server = RequestServer(rank.world, self._answer)
+        self._eos = self._tasks.eos
+        self._next_id = 0
+
+    def _answer(self, replica: int, report: Report) -> tuple[Orders, bool]:
+        work = self._dispatcher.answer(replica, unpack_samples(report))
+        return pack_work(work, self._eos), work.state is State.BOUNDARY
+
+    def _serve(self, rounds: Iterator[list[list[SampleRequest]]]) -> list[Sample]:
+        """Have one round after another sampled to its end."""
+        self._dispatcher.open()
+        self._server.open()
+        samples: list[Sample] = []
+        for groups in rounds:
+            for group in groups:
+                self._dispatcher.submit(group)
+            while self._dispatcher.outstanding:
+                self._dispatcher.wait(_LOOK_SECONDS)
+                self._server.check()
+                samples += self._dispatcher.take()
+        self._dispatcher.close(hand_over=False)
+        self._server.close()
+        return samples + self._dispatcher.take()
+
+    def sample(self) -> dict:
+        """Have the run's first prompts sampled; write batches to train on; return what was found."""
+        config, size = self._config, self._config.data.train_batch_size
+        num_groups, n = self._plan.batches * size, config.rollout.n
+        requests = [self._tasks.train(prompt, range(n), {}) for prompt in range(num_groups)]
+        samples = sorted(self._serve(iter([requests])), key=lambda sample: sample.request_id)
+        prompts = self._tasks.prompts(range(num_groups))
+        pairs = [(prompts[i // n], sample) for i, sample in enumerate(samples)]
+        self._scorer.score(pairs[:1])  # its process has started
+        began = time.monotonic()
+        scores = self._scorer.score(pairs)
+        reward_seconds = (time.monotonic() - began) / len(pairs)
+        groups = [
+            Group(
+                prompt_id=prompt,
+                admitted=0,
+                skippable=False,
+                samples=dict(enumerate(samples[prompt * n : (prompt + 1) * n])),
+                rewards=dict(enumerate(scores[prompt * n : (prompt + 1) * n])),
+            )
+            for prompt in range(size)
+        ]
+        by_length = sorted(
+            groups, key=lambda group: sum(len(s.tokens) for s in group.samples.values())
+        )
+        least = max(1, config.trainer.layout.dp // n)
+        sizes = [count for count in (size // 8, size // 4, size // 2) if count >= least]
+        chosen = [groups[:count] for count in sizes] + [by_length[: size // 2]]
+        chosen += [by_length[size // 2 :], groups]
+        batches = []
+        for some in filter(None, chosen):
+            scored = scored_batch(
+                some, {group.prompt_id: prompts[group.prompt_id] for group in some}
+            )
+            batches.append((scored.rollouts.lengths.tolist(), split_batch(scored, config)))
+        torch.save(batches, self._plan.folder / BATCHES_FILE)
+        mean = sum(len(prompt.tokens) for prompt in prompts.values()) / len(prompts)
+        return {
+            "lengths": [len(sample.tokens) for sample in samples],
+            "prompt_length": mean,
+            "reward_sample_seconds": reward_seconds,
+        }
+
+    def decode(self, seconds: float) -> None:
+        """Have more and more sequences of equal length decoded at a time, at each replica."""
+        self._eos = _NO_TOKEN
+        self._serve(self._rounds(seconds))
+
+    def _rounds(self, seconds: float) -> Iterator[list[list[SampleRequest]]]:
+        slots = self._config.generator.max_running_sequences
+        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size < slots]
+        began = time.monotonic()
+        for index, size in enumerate(cycle([*sizes, slots])):
+            if index > len(sizes) and time.monotonic() - began > seconds:
+                return
+            yield [self._equal(size) for _ in range(self._replicas)]
+
+    def _equal(self, size: int) -> list[SampleRequest]:
+        """Return requests of the run's prompts, of which each has its number of samples."""
+        config, requests = self._config, []
+        tokens = min(self._plan.tokens, config.rollout.max_response_length)
+        while len(requests) < size:
+            prompt = 1_000_000 + self._next_id // config.rollout.n
+            self._next_id += config.rollout.n
+            requests += self._tasks.train(prompt, range(config.rollout.n), {})
+            self._tasks.forget(prompt)
+        return [replace(r, max_tokens=tokens, eos_token_id=_NO_TOKEN) for r in requests[:size]]
+
+    def close(self) -> None:
+        self._scorer.close()
