@@ -26,7 +26,7 @@ test: lint pytest ## lint and all tests that need no GPU
 
 # Most of a run's ranks wait for one that computes: two tests at a time keep two cores busy.
 pytest: install
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder --durations=15
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder --durations=15
 
 slurm-test: install ## run jobs on a real Slurm of virtual nodes; root installs it first
 	@tools/install_slurm.sh

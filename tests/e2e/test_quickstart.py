@@ -10,7 +10,7 @@ import pytest
 
 from tests.jobs import ROOT, read_rows, run_command
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("quickstart")]
+pytestmark = pytest.mark.e2e
 
 MAX_STEPS = 14  # reward passes .75 by step 10 + 2 x lag in every run seen
 
