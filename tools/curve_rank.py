@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ _Work = Callable[[], dict[str, object]]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Series:
+class Series:
     """Decoding steps since requests arrived at an empty engine."""
 
     running: int
@@ -57,10 +58,10 @@ class _Generator:
         with rank.world.inside(GENERATOR):
             self._engine: Engine = make_engine(rank, load_weights=True)
         self._slots = rank.config.generator.max_running_sequences
-        self.series: list[_Series] = []
+        self.series: list[Series] = []
         self._unreported: list[Sample] = []
 
-    def serve(self) -> list[_Series]:
+    def serve(self) -> list[Series]:
         """Do as ordered until the phase ends; return its series."""
         self.series, state = [], State.GO
         while state is State.GO:
@@ -83,7 +84,7 @@ class _Generator:
         if work.requests:
             prompt = sum(len(r.prompt) for r in work.requests) / len(work.requests)
             running = min(self._slots, len(work.requests))
-            self.series.append(_Series(running=running, prompt=prompt, seconds=[]))
+            self.series.append(Series(running=running, prompt=prompt, seconds=[]))
             self._engine.add(work.requests)
         return work.state
 
@@ -91,11 +92,11 @@ class _Generator:
         self._engine.close()
 
 
-def decoded(found: Sequence[_Series]) -> dict[str, object]:
+def decoded(found: Sequence[Series]) -> dict[str, Any]:
     """Return two cases for each number of sequences, of earlier and later steps, and the seconds of
     prefilling a token of a prompt for all of its samples.
     """
-    by_running: dict[int, list[_Series]] = defaultdict(list)
+    by_running: dict[int, list[Series]] = defaultdict(list)
     for series in found:
         by_running[series.running].append(series)
     cases: list[DecodeCase] = []
@@ -106,7 +107,7 @@ def decoded(found: Sequence[_Series]) -> dict[str, object]:
         middle = min(map(len, steps)) // 2
         for part in (slice(0, middle), slice(middle, 2 * middle)):
             taken = [seconds for each in steps for seconds in each[part]]
-            at = 1.5 + part.start + middle / 2
+            at = 0.5 + part.start + middle / 2
             held = running * (sum(series.prompt for series in group) / len(group) + at)
             mean = sum(taken) / len(taken)
             cases.append(DecodeCase(running=running, held=held, seconds=mean, steps=len(taken)))
