@@ -213,17 +213,18 @@ def eta_generate(rates: Rates) -> list[tuple[int, float]]:
 
 
 def slow_down(curves: Curves) -> tuple[float, float] | None:
-    """Return how many times longer training and decoding take beside one another, on average."""
+    """Return how many times longer training and decoding take beside one another, at least 1.
+
+    Of the sums over all cases: so the large ones, where most of the time goes, count most.
+    """
     if curves.beside is None:
         return None
     train, decode = (
-        [later / first for (_, first), (_, later) in pairs]
-        for pairs in (
-            list(zip(eta_train(curves.alone), eta_train(curves.beside), strict=False)),
-            list(zip(eta_generate(curves.alone), eta_generate(curves.beside), strict=False)),
-        )
+        sum(seconds * size for size, seconds in eta(curves.beside))
+        / sum(seconds * size for size, seconds in eta(curves.alone))
+        for eta in (eta_train, eta_generate)
     )
-    return sum(train) / len(train), sum(decode) / len(decode)
+    return max(1.0, train), max(1.0, decode)
 
 
 # --- Simulation -----------------------------------------------------------------------------------

@@ -109,12 +109,18 @@ def decoded(found: Sequence[Series]) -> dict[str, Any]:
             taken = [seconds for each in steps for seconds in each[part]]
             at = 0.5 + part.start + middle / 2
             held = running * (sum(series.prompt for series in group) / len(group) + at)
-            mean = sum(taken) / len(taken)
+            mean = trimmed_mean(taken)
             cases.append(DecodeCase(running=running, held=held, seconds=mean, steps=len(taken)))
         first = sum(series.seconds[0] for series in group) / len(group)
         prompts = running * sum(series.prompt for series in group) / len(group)
         prefill = max(0.0, first - cases[-2].seconds) / prompts
     return {"decode": [asdict(case) for case in cases], "prefill_token_seconds": prefill}
+
+
+def trimmed_mean(times: Sequence[float]) -> float:
+    """Return the mean without the slowest tenth (of few the slowest one): others' work on the machine."""
+    kept = sorted(times)[: max(1, len(times) - max(1, len(times) // 10))]
+    return sum(kept) / len(kept)
 
 
 # --- Trainer --------------------------------------------------------------------------------------
@@ -155,7 +161,7 @@ class _Trainer:
                 sequences=len(lengths),
                 tokens=sum(lengths),
                 squares=sum(length**2 for length in lengths),
-                seconds=sum(times) / len(times),
+                seconds=trimmed_mean(times),
                 steps=len(times),
             )
             for times, (lengths, _) in zip(found, self._batches, strict=True)
