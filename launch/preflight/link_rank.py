@@ -22,7 +22,8 @@ from launch.preflight.links import ALL, Rate, rounds
 
 _WAIT_SECONDS = 30.0  # for a peer, and for one exchange
 _MEASURE_SECONDS = 0.25  # that the exchanges take at the expected rate
-_CHUNKS, _MOST_CHUNK_BYTES = 4, 256 << 20
+_CHUNKS, _MOST_CHUNK_BYTES = 8, 256 << 20
+_IN_FLIGHT = 4  # chunks of a pair, each way
 _DONE_KEY = "done"
 
 
@@ -71,7 +72,7 @@ class _Links:
         )
         chunk = plan.bytes_per_second * _MEASURE_SECONDS / _CHUNKS
         self._elements = max(1, int(min(chunk, _MOST_CHUNK_BYTES)) // 4)
-        self._repeats = max(_CHUNKS, round(chunk * _CHUNKS / (self._elements * 4)))
+        self._repeats = max(2, round(chunk * _CHUNKS / (self._elements * 4 * _IN_FLIGHT)))
 
     def run(self) -> Iterator[Rate]:
         """Yield the rate of each round from the plan's first one on, then that among all."""
@@ -108,12 +109,13 @@ class _Links:
                 dist.P2POp(dist.isend, sent, other),
                 dist.P2POp(dist.irecv, received, other),
             ]
-            for work in dist.batch_isend_irecv(operations):
+            # Some at a time: else a receiver's consent waits behind its own data, in full queues.
+            for work in dist.batch_isend_irecv(operations * _IN_FLIGHT):
                 work.wait()
 
         name = f"{plan.nic}/{number}/{pair[0]}"
         seconds, error = self._time(name, pair.index(plan.host), 2, exchange)
-        rate = sent.nbytes / seconds if seconds else 0.0
+        rate = _IN_FLIGHT * sent.nbytes / seconds if seconds else 0.0
         return Rate(peer=plan.tested[peer], nic=plan.nic, bytes_per_second=rate, error=error)
 
     def _reduce(self) -> Rate:
