@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from launch.lengths import measured_lengths
-from launch.simulate import Pipeline
+from launch.simulate import Pipeline, simulate
 from megarl.config import PartialKv, RunConfig
 from megarl.errors import ConfigError
 from megarl.observe.files import replacing
@@ -71,6 +71,7 @@ class Curves:
     replicas: int
     trainer_ranks: int  # of all data-parallel copies together
     generator_ranks: int  # of all replicas together
+    sampling_seconds: float = 0.0  # of all `lengths`, ordered and scored as in a run; 0: unknown
     tick_seconds: float  # of a step, with neither training nor decoding
     reward_sample_seconds: float
     prompt_length: float  # mean tokens
@@ -253,7 +254,7 @@ def pipeline_of(curves: Curves, config: RunConfig, *, known_lengths: bool = Fals
         measured_pipeline(curves, known_lengths=known_lengths),
         batch_groups=config.data.train_batch_size,
         group_size=config.rollout.n,
-        prompt_prefills=config.rollout.n,
+        group_seconds=_group_seconds(curves, config.rollout.n),
         max_staleness=config.staleness_bound,
         slots=config.generator.max_running_sequences,
         recompute=config.rollout.partial_kv is PartialKv.RECOMPUTE,
@@ -266,7 +267,7 @@ def measured_pipeline(curves: Curves, *, known_lengths: bool = False) -> Pipelin
     return Pipeline(
         batch_groups=1,
         group_size=curves.group_size,
-        prompt_prefills=curves.group_size,
+        group_seconds=_group_seconds(curves, curves.group_size),
         max_staleness=0,
         replicas=curves.replicas,
         slots=max(case.running for case in curves.alone.decode),
@@ -279,3 +280,37 @@ def measured_pipeline(curves: Curves, *, known_lengths: bool = False) -> Pipelin
         prompt_length=round(curves.prompt_length),
         beside=slow_down(curves) or (1.0, 1.0),
     )
+
+
+def _group_seconds(curves: Curves, group_size: int) -> float:
+    """Return what a group of responses costs a replica beside its decoding steps, without prefill.
+
+    That is the time by which sampling all `lengths`, a response ending and others beginning at every
+    step, took longer than as many steps with equal sequences; so it is that of a replica.
+    """
+    if not curves.sampling_seconds:
+        return 0.0
+    waiting = _sampling(curves, 0.0)
+    one = _sampling(curves, 1e-3) - waiting
+    return (
+        max(0.0, (curves.sampling_seconds - waiting) / one * 1e-3) * group_size / curves.group_size
+    )
+
+
+def _sampling(curves: Curves, group_seconds: float) -> float:
+    """Return the simulated seconds of sampling all `lengths` from the first to the last."""
+    pipeline = Pipeline(
+        batch_groups=len(curves.lengths) // curves.group_size,
+        group_size=curves.group_size,
+        max_staleness=0,
+        replicas=curves.replicas,
+        slots=max(case.running for case in curves.alone.decode),
+        lengths=measured_lengths(list(curves.lengths)),
+        known_lengths=curves.lengths,
+        step_seconds=DecodeCurve(curves.alone.decode),
+        train_seconds=lambda lengths: 0.0,
+        prefill_seconds=curves.alone.prefill_token_seconds,
+        prompt_length=round(curves.prompt_length),
+        group_seconds=group_seconds,
+    )
+    return simulate(pipeline, 1)[0].wait_seconds

@@ -35,9 +35,9 @@ class Pipeline:
     train_seconds: Callable[[Sequence[int]], float]  # of a batch, by its sequences' lengths
     sync_seconds: float = 0.0  # weights from trainer to generators, for both of them
     prefill_seconds: float = 0.0  # of a token
-    prompt_prefills: int = 1  # of a group, whose samples mostly share their prompt's cache
     recompute: bool = False  # unfinished responses are prefilled again under new weights
     prompt_length: int = 0
+    group_seconds: float = 0.0  # of a replica, around a group: its requests, prompts and reports
     known_lengths: tuple[int, ...] = ()  # in place of drawn ones: by prompt and sample, in a ring
     colocated: bool = False  # on the same ranks, which are not idle while the other engine works
     # Times as long that training and decoding take while the other works, where they share a machine.
@@ -240,9 +240,8 @@ class _Run:
                 return
             self._advance(index)
             self._replicas[index].stall(
-                self._pipeline.prompt_length
-                * self._pipeline.prompt_prefills
-                * self._pipeline.prefill_seconds
+                self._pipeline.group_seconds
+                + self._pipeline.prompt_length * self._pipeline.prefill_seconds
             )
             self._replicas[index].add(self._queue.popleft())
             self._expect(index)

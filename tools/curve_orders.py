@@ -7,7 +7,7 @@ batches on which its trainer is then measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -60,7 +60,11 @@ class Orderer:
         work = self._dispatcher.answer(replica, unpack_samples(report))
         return pack_work(work, self._eos), work.state is State.BOUNDARY
 
-    def _serve(self, rounds: Iterator[list[list[SampleRequest]]]) -> list[Sample]:
+    def _serve(
+        self,
+        rounds: Iterator[list[list[SampleRequest]]],
+        on_arrival: Callable[[list[Sample]], None],
+    ) -> list[Sample]:
         """Have one round after another sampled to its end."""
         self._dispatcher.open()
         self._server.open()
@@ -71,7 +75,10 @@ class Orderer:
             while self._dispatcher.outstanding:
                 self._dispatcher.wait(_LOOK_SECONDS)
                 self._server.check()
-                samples += self._dispatcher.take()
+                arrived = self._dispatcher.take()
+                if arrived:
+                    on_arrival(arrived)
+                samples += arrived
         self._dispatcher.close(hand_over=False)
         self._server.close()
         return samples + self._dispatcher.take()
@@ -81,8 +88,13 @@ class Orderer:
         config, size = self._config, self._config.data.train_batch_size
         num_groups, n = self._plan.batches * size, config.rollout.n
         requests = [self._tasks.train(prompt, range(n), {}) for prompt in range(num_groups)]
-        samples = sorted(self._serve(iter([requests])), key=lambda sample: sample.request_id)
         prompts = self._tasks.prompts(range(num_groups))
+
+        def score(some: list[Sample]) -> None:
+            """Score what has arrived, as the reward executor does beside the decoding."""
+            self._scorer.score([(prompts[s.request_id // n], s) for s in some])
+
+        samples = sorted(self._serve(iter([requests]), score), key=lambda s: s.request_id)
         pairs = [(prompts[i // n], sample) for i, sample in enumerate(samples)]
         self._scorer.score(pairs[:1])  # its process has started
         began = time.monotonic()
@@ -122,7 +134,7 @@ class Orderer:
     def decode(self, seconds: float) -> None:
         """Have more and more sequences of equal length decoded at a time, at each replica."""
         self._eos = _NO_TOKEN
-        self._serve(self._rounds(seconds))
+        self._serve(self._rounds(seconds), lambda samples: None)
 
     def _rounds(self, seconds: float) -> Iterator[list[list[SampleRequest]]]:
         slots = self._config.generator.max_running_sequences

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def decoded(found: Sequence[Series]) -> dict[str, Any]:
             taken = [seconds for each in steps for seconds in each[part]]
             at = 0.5 + part.start + middle / 2
             held = running * (sum(series.prompt for series in group) / len(group) + at)
-            mean = trimmed_mean(taken)
+            mean = usual_mean(taken)
             cases.append(DecodeCase(running=running, held=held, seconds=mean, steps=len(taken)))
         first = sum(series.seconds[0] for series in group) / len(group)
         prompts = running * sum(series.prompt for series in group) / len(group)
@@ -117,10 +118,10 @@ def decoded(found: Sequence[Series]) -> dict[str, Any]:
     return {"decode": [asdict(case) for case in cases], "prefill_token_seconds": prefill}
 
 
-def trimmed_mean(times: Sequence[float]) -> float:
-    """Return the mean without the slowest tenth (of few the slowest one): others' work on the machine."""
-    kept = sorted(times)[: max(1, len(times) - max(1, len(times) // 10))]
-    return sum(kept) / len(kept)
+def usual_mean(times: Sequence[float]) -> float:
+    """Return the mean, in which none counts for more than twice the median: others use the machine."""
+    most = 2 * median(times)
+    return sum(min(each, most) for each in times) / len(times)
 
 
 # --- Trainer --------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class _Trainer:
                 sequences=len(lengths),
                 tokens=sum(lengths),
                 squares=sum(length**2 for length in lengths),
-                seconds=trimmed_mean(times),
+                seconds=usual_mean(times),
                 steps=len(times),
             )
             for times, (lengths, _) in zip(found, self._batches, strict=True)
@@ -228,7 +229,11 @@ class _Ranks:
         if self._generator and order:
             with self._world.inside(GENERATOR):
                 series = self._generator.serve()
-            found = decoded(series) if name != "sample" else {}
+            if name == "sample":
+                seconds = sum(sum(each.seconds) for each in series)
+                found = {"sampling_seconds": seconds}
+            else:
+                found = decoded(series)
         if self._trainer and train:
             found |= train()
         if found:

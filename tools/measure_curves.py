@@ -155,6 +155,7 @@ def measure(asked: argparse.Namespace) -> Curves:
         replicas=config.generator.layout.replicas,
         trainer_ranks=config.trainer.layout.world_size,
         generator_ranks=config.generator.layout.world_size,
+        sampling_seconds=max(found.get("sampling_seconds", 0.0) for found in phases["sample"]),
         tick_seconds=tick_seconds,
         reward_sample_seconds=orders["reward_sample_seconds"],
         prompt_length=orders["prompt_length"],

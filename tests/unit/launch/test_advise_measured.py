@@ -47,6 +47,7 @@ def _make_curves(train_seconds: float, beside: Rates | None = None) -> Curves:
         replicas=1,
         trainer_ranks=1,
         generator_ranks=1,
+        sampling_seconds=0.0,
         tick_seconds=0.0,
         reward_sample_seconds=0.0,
         prompt_length=0.0,

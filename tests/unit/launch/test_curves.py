@@ -67,6 +67,7 @@ def _make_curves(**changes) -> Curves:
         replicas=1,
         trainer_ranks=1,
         generator_ranks=1,
+        sampling_seconds=0.0,
         tick_seconds=0.05,
         reward_sample_seconds=1e-4,
         prompt_length=10.0,
