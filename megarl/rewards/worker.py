@@ -44,6 +44,10 @@ def main(path: str, timeout_seconds: float, progress_fd: int) -> NoReturn:
     Consumes chunks, produces results. Waits for the next chunk without a limit; unblocked by
     the end of the stream, which also comes when the pool's process dies in any way.
     """
+    # Slurm sends the wish to save and end to all processes of a job; it is meant for the ranks. What
+    # the function starts would inherit that a signal is ignored, but not a handler.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _pass_over)
     connection = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -60,6 +64,10 @@ def main(path: str, timeout_seconds: float, progress_fd: int) -> NoReturn:
         faulthandler.dump_traceback_later(len(chunk) * timeout_seconds + 60.0, exit=True, file=2)
         _score_chunk(function, chunk, connection, progress)
         faulthandler.cancel_dump_traceback_later()
+
+
+def _pass_over(number: int, frame: object) -> None:
+    """Do nothing."""
 
 
 def _score_chunk(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,12 +15,20 @@ def _raise(response: str, extra: dict) -> float:
     raise RuntimeError(f"no score for {response}")
 
 
+def _stop(response: str, extra: dict) -> float:
+    """Be asked to stop, as by Slurm, which asks all processes of a job."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    return 1.0
+
+
 BEHAVIOURS = {
     "sleep": lambda response, extra: time.sleep(600),
     "hold the interpreter lock": lambda response, extra: re.match(r"(a+)+$", "a" * 40 + "b"),
     "segfault": lambda response, extra: ctypes.string_at(0),
     "exit": lambda response, extra: sys.exit(3),
     "raise": _raise,
+    "stop": _stop,
     "nan": lambda response, extra: float("nan"),
     "text": lambda response, extra: "1.0",
     "nothing": lambda response, extra: None,

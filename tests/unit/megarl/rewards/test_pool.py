@@ -196,6 +196,11 @@ def test_a_process_that_died_between_batches_is_replaced(
     assert result.crashes == 0
 
 
+def test_a_wish_to_stop_is_not_for_reward_processes(make_pool: Callable[..., RewardPool]) -> None:
+    result = make_pool().score(_items("stop", 2))
+    assert (result.scores, result.crashes) == ([1.0, 2.0], 0)
+
+
 def test_close_ends_the_processes_and_what_they_started(
     make_pool: Callable[..., RewardPool],
 ) -> None:
