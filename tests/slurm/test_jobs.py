@@ -137,8 +137,11 @@ def _check_same(job: Submitted, whole: Submitted) -> None:
 
 def test_a_lost_node_of_a_heterogeneous_job_is_replaced(desk: Desk, request: pytest.FixtureRequest):
     """Trainer and generators have partitions of their own; a generator's node dies."""
-    keys = {"partition": "trainers", "generator_partition": "generators"}
-    job = desk.launch("het", "mode=sync", "fault.max_restarts=1", **keys)
+    job = desk.launch(
+        *("het", "mode=sync", "fault.max_restarts=1"),
+        partition="trainers",
+        generator_partition="generators",
+    )
     job.wait_for_step(2)
     lost = job.attempts("start")[0]["hosts"][1]
     desk.slurm.crash(lost)
