@@ -19,8 +19,8 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = torch.linalg.vecdot(x, x).unsqueeze(-1)
+        scale.div_(x.shape[-1]).add_(eps).rsqrt_()
         normed = x * scale
         ctx.save_for_backward(normed, scale, weight)
         return normed * weight
