@@ -64,7 +64,6 @@ def transformer_config(
         )
     if dtype not in _DTYPES:
         raise LayoutError(f"dtype {dtype!r} of the trainer: expected one of {sorted(_DTYPES)}")
-    fast = acceleration()
     make_config = MLATransformerConfig if spec.mla else TransformerConfig
     return make_config(
         num_layers=spec.num_layers,
@@ -94,18 +93,24 @@ def transformer_config(
         perform_initialization=True,
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
-        bias_activation_fusion=fast["cuda"],
-        use_te_activation_func=not fast[
-            "cuda"
-        ],  # any function of the whole input; see `build_chunk`
-        apply_rope_fusion=fast["transformer_engine"] and not spec.mla,
-        gradient_accumulation_fusion=fast["transformer_engine"] or fast["apex"],
-        masked_softmax_fusion=False,
+        **_fusion_config(spec),
         persist_layer_norm=False,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
+
+
+def _fusion_config(spec: ModelSpec) -> dict[str, Any]:
+    fast = acceleration()
+    return {
+        "bias_activation_fusion": fast["cuda"],
+        # any function of the whole input; see `build_chunk`
+        "use_te_activation_func": not fast["cuda"],
+        "apply_rope_fusion": fast["transformer_engine"] and not spec.mla,
+        "gradient_accumulation_fusion": fast["transformer_engine"] or fast["apex"],
+        "masked_softmax_fusion": False,
+    }
 
 
 def _parallel_config(layout: TrainerLayout) -> dict[str, Any]:
