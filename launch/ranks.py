@@ -31,8 +31,8 @@ from megarl.topology import Topology
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5  # between a rank's end and that of what it started, which may still clean up
-# glibc keeps freed memory for the next tensor, in huge pages: without this a CPU rank spends a fifth
-# of its time on page faults.
+# glibc keeps freed memory for the next tensor, in huge pages: without this page faults take
+# about a tenth of a CPU generator's time.
 _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(2**26),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),

@@ -27,6 +27,7 @@ from launch.site import Site, load_site
 from megarl.errors import ConfigError
 
 _STEP_SECONDS = 600.0  # behind the meeting's time limit: to start tasks, and to measure links
+_END_SECONDS = 30.0  # for srun to end its tasks
 
 
 def main(cluster: Path, console: Console) -> int:
@@ -129,6 +130,10 @@ def _step(
             process.wait(limit)
         except subprocess.TimeoutExpired:  # who hangs has written nothing, which is judged
             process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def table(

@@ -1,8 +1,8 @@
 """RMSNorm and SwiGLU of the local layer spec, with gradients in closed form.
 
-Called by the layers that `architecture` builds. Autograd's own backward of either makes three to
-four times as many passes over memory on a CPU, and its halves of a gated input are not contiguous,
-which torch does not vectorise. On GPUs torch's and Megatron's fused kernels do the same.
+Called by the layers that `architecture` builds. Autograd's own backward of either makes more
+passes over memory on a CPU, and its halves of a gated input are not contiguous, which torch computes
+more slowly. On GPUs torch's and Megatron's fused kernels do the same.
 """
 
 from __future__ import annotations
