@@ -234,12 +234,11 @@ def _advise_measured(given: argparse.Namespace, console: Console) -> int:
         raise ConfigError("advise: --curves goes with --gpus, and without --model")
     curves = load_curves(given.curves)
     run = measured_pipeline(curves)
-    per_group = run.group_seconds
     run = replace(
         run,
         batch_groups=given.prompts,
         group_size=given.samples,
-        group_seconds=per_group * given.samples / curves.group_size,
+        group_seconds=run.group_seconds * given.samples / curves.group_size,
         max_staleness=given.max_staleness,
     )
     cores = load_site(given.cluster).computing_ranks(given.gpus)

@@ -250,11 +250,12 @@ def pipeline_of(curves: Curves, config: RunConfig, *, known_lengths: bool = Fals
         raise ConfigError(
             f"curves of (trainer ranks, replicas, colocated) = {measured}, expected {asked} of {config.name}"
         )
+    run = measured_pipeline(curves, known_lengths=known_lengths)
     return replace(
-        measured_pipeline(curves, known_lengths=known_lengths),
+        run,
         batch_groups=config.data.train_batch_size,
         group_size=config.rollout.n,
-        group_seconds=_group_seconds(curves, config.rollout.n),
+        group_seconds=run.group_seconds * config.rollout.n / curves.group_size,
         max_staleness=config.staleness_bound,
         slots=config.generator.max_running_sequences,
         recompute=config.rollout.partial_kv is PartialKv.RECOMPUTE,
@@ -264,25 +265,33 @@ def pipeline_of(curves: Curves, config: RunConfig, *, known_lengths: bool = Fals
 
 def measured_pipeline(curves: Curves, *, known_lengths: bool = False) -> Pipeline:
     """Return a synchronous run with batches of one prompt, to be replaced by what is asked."""
-    return Pipeline(
-        batch_groups=1,
-        group_size=curves.group_size,
-        group_seconds=_group_seconds(curves, curves.group_size),
-        max_staleness=0,
-        replicas=curves.replicas,
-        slots=max(case.running for case in curves.alone.decode),
-        lengths=measured_lengths(list(curves.lengths)),
+    return replace(
+        _decoding_alone(curves),
+        group_seconds=_group_seconds(curves),
         known_lengths=curves.lengths if known_lengths else (),
-        step_seconds=DecodeCurve(curves.alone.decode),
         train_seconds=TrainCurve(curves.alone.train),
         sync_seconds=curves.tick_seconds,
-        prefill_seconds=curves.alone.prefill_token_seconds,
-        prompt_length=round(curves.prompt_length),
         beside=slow_down(curves) or (1.0, 1.0),
     )
 
 
-def _group_seconds(curves: Curves, group_size: int) -> float:
+def _decoding_alone(curves: Curves) -> Pipeline:
+    """Return batches of one prompt that cost nothing but decoding and prefill."""
+    return Pipeline(
+        batch_groups=1,
+        group_size=curves.group_size,
+        max_staleness=0,
+        replicas=curves.replicas,
+        slots=max(case.running for case in curves.alone.decode),
+        lengths=measured_lengths(list(curves.lengths)),
+        step_seconds=DecodeCurve(curves.alone.decode),
+        train_seconds=lambda lengths: 0.0,
+        prefill_seconds=curves.alone.prefill_token_seconds,
+        prompt_length=round(curves.prompt_length),
+    )
+
+
+def _group_seconds(curves: Curves) -> float:
     """Return what a group of responses costs a replica beside its decoding steps, without prefill.
 
     That is the time by which sampling all `lengths`, a response ending and others beginning at every
@@ -292,25 +301,15 @@ def _group_seconds(curves: Curves, group_size: int) -> float:
         return 0.0
     waiting = _sampling(curves, 0.0)
     one = _sampling(curves, 1e-3) - waiting
-    return (
-        max(0.0, (curves.sampling_seconds - waiting) / one * 1e-3) * group_size / curves.group_size
-    )
+    return max(0.0, (curves.sampling_seconds - waiting) / one * 1e-3)
 
 
 def _sampling(curves: Curves, group_seconds: float) -> float:
     """Return the simulated seconds of sampling all `lengths` from the first to the last."""
-    pipeline = Pipeline(
+    pipeline = replace(
+        _decoding_alone(curves),
         batch_groups=len(curves.lengths) // curves.group_size,
-        group_size=curves.group_size,
-        max_staleness=0,
-        replicas=curves.replicas,
-        slots=max(case.running for case in curves.alone.decode),
-        lengths=measured_lengths(list(curves.lengths)),
         known_lengths=curves.lengths,
-        step_seconds=DecodeCurve(curves.alone.decode),
-        train_seconds=lambda lengths: 0.0,
-        prefill_seconds=curves.alone.prefill_token_seconds,
-        prompt_length=round(curves.prompt_length),
         group_seconds=group_seconds,
     )
     return simulate(pipeline, 1)[0].wait_seconds
