@@ -335,7 +335,7 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
 
     from megarl.rollout.vllm_fp8 import quantization_overrides
     from megarl.rollout.vllm_scheduler import DecodeScheduler
-    from megarl.rollout.vllm_worker import GlooExecutor
+    from megarl.rollout.vllm_worker import GlooExecutor, cpu_kernels
 
     arguments = EngineArgs(
         model=settings.model_path,
@@ -359,8 +359,7 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
         async_scheduling=False,  # a step returns its own tokens, so a commit has none in flight
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        # the CPU build's own rotation of latent attention's queries is wrong: torch's is used
-        compilation_config={} if on_gpu else {"custom_ops": ["-rotary_embedding"]},  # type: ignore
+        compilation_config={} if on_gpu else {"custom_ops": cpu_kernels(settings.model_path)},  # type: ignore
         # other kernels swap or shuffle the rows of experts, which would arrive in another order
         moe_backend="triton" if on_gpu else "auto",
     )

@@ -6,9 +6,11 @@ since importing it imports vLLM. On GPUs only what concerns process groups is us
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,6 +91,12 @@ def keep_cpu_weights_live() -> None:
     keep_fp8_weights_live(_apply_unpacked_experts)
 
 
+def cpu_kernels(model_path: str) -> list[str]:
+    """Return vLLM's `custom_ops`: the CPU build rotates latent attention's queries wrongly."""
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    return ["-rotary_embedding"] if config.get("kv_lora_rank") else []
+
+
 def transformed_layers(model: torch.nn.Module) -> dict[str, str]:
     """Return layer -> method, where vLLM does not compute with a layer's weights as they lie."""
     found: dict[str, str] = {}
@@ -166,11 +174,13 @@ def own_random_state() -> Iterator[None]:
 
 
 class StatelessSampler:
-    """Gumbel sampling whose noise is a function of (request seed, position) alone.
+    """Sampling with a uniform number that is a function of (request seed, position) alone.
 
     It replaces the forward of vLLM's CPU sampler, which keeps a torch generator for each request:
     a Python loop in each step (15 % of it), a draw from the global generator, and an error when
-    a seeded prompt is prefilled in chunks, since CPU generators cannot be rewound.
+    a seeded prompt is prefilled in chunks, since CPU generators cannot be rewound. A row takes the
+    token in whose part of the summed probabilities its number falls (one number a row: noise for
+    each token would cost more than the model's head).
     """
 
     def __init__(self, runner: GPUModelRunner, seeds: dict[str, int]) -> None:
@@ -186,13 +196,18 @@ class StatelessSampler:
         num_rows = logits.shape[0]
         assert num_rows == batch.num_reqs, "one row of logits a request"
         seeds = np.array([self._seeds[row] for row in batch.req_ids], dtype=np.uint64)
-        noise = _mix(seeds, batch.num_tokens_no_spec[:num_rows].astype(np.uint64))
-        tokens = torch.ops._C.fused_gumbel_argmax(logits.float(), torch.from_numpy(noise))
-        return tokens, logits.log_softmax(dim=-1, dtype=torch.float32)
+        uniforms = uniform(seeds, batch.num_tokens_no_spec[:num_rows].astype(np.uint64))
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        sums = logprobs.double().exp_().cumsum(-1)
+        # right: where a token's probability is zero, its part is empty and is never hit
+        drawn = torch.from_numpy(uniforms)[:, None] * sums[:, -1:]
+        tokens = torch.searchsorted(sums, drawn, right=True)
+        # a row of NaN has no parts: its log-probability is NaN, which the engine refuses
+        return tokens[:, 0].clamp(max=logits.shape[1] - 1), logprobs
 
 
-def _mix(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Hash [B] seeds and positions to [B] non-negative int64 (SplitMix64's finalizer, twice)."""
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Hash [B] uint64 seeds and positions to [B] float64 in [0, 1) (SplitMix64's finalizer, twice)."""
 
     def finalize(x: np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -201,4 +216,4 @@ def _mix(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
     gamma = np.uint64(0x9E3779B97F4A7C15)
     mixed = finalize(finalize(seeds + gamma) + positions * gamma)
-    return (mixed >> np.uint64(1)).astype(np.int64)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -97,6 +97,6 @@ def test_decoding_steps_are_those_of_vllm(tmp_path: Any, changes: dict[str, Any]
     assert len(short["samples"]) == 2 * len(_LENGTHS) - 1
     assert (short["steps"], short["preempted"]) == (plain["steps"], plain["preempted"])
     assert plain["short"] == 0
-    assert short["short"] > (0.3 if short["preempted"] else 0.8) * short["steps"]
+    assert short["short"] > 50
     if "kv_cache_bytes" in changes:
         assert short["preempted"] > len(_LENGTHS)  # more than the commit's
