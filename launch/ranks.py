@@ -1,21 +1,20 @@
 """The processes of one attempt at a job, and the store at which they meet: start, look, end.
 
 Called by `launch.local`. The launcher hosts the store, so it can still read what every rank was
-doing after one of them died.
+doing after one of them died. It imports torch for that while the ranks import their engines.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-
-from torch.distributed import TCPStore
 
 from megarl.config import FaultConfig
 from megarl.progress import (
@@ -24,6 +23,7 @@ from megarl.progress import (
     STOP_KEY,
     Failure,
     Progress,
+    Store,
     read_failure,
     read_progress,
 )
@@ -59,16 +59,38 @@ class LocalRanks:
 
     def __init__(self, job: LocalJob, restarts: int = 0):
         self._job, self._restarts = job, restarts
-        self._store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
-        self._store.set(OBSERVER_KEY, "1")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._port = self._listener.getsockname()[1]
+        self._hosted: Store | None = None  # there once `start` has returned
+        self._stop_asked = False
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._log_starts: dict[int, int] = {}  # bytes that earlier attempts have left in the logs
 
     def start(self, arguments: tuple[str, ...]) -> None:
         for rank in range(self._job.topology.size):
             self._children[rank] = self._start(rank, arguments)
+        self._hosted = self._host()
+        self._hosted.set(OBSERVER_KEY, "1")
+        if self._stop_asked:
+            self.request_stop()
+
+    def _host(self) -> Store:
+        """Return the store; a rank that called already has waited at the socket."""
+        from torch.distributed import TCPStore
+
+        return TCPStore(
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
+            master_listen_fd=self._listener.detach(),
+        )
+
+    @property
+    def _store(self) -> Store:
+        assert self._hosted is not None, "before `start`"
+        return self._hosted
 
     def _start(self, rank: int, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
         path = self.log_path(rank)
@@ -82,7 +104,7 @@ class LocalRanks:
             RESTARTS_VARIABLE: str(self._restarts),
             "WORLD_SIZE": str(self._job.topology.size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
+            "MASTER_PORT": str(self._port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, not rank 0's
         }
         with path.open("ab") as log:
@@ -146,7 +168,10 @@ class LocalRanks:
         return read_failure(self._store, rank)
 
     def request_stop(self) -> None:
-        self._store.set(STOP_KEY, "1")
+        """Ask all ranks to save and end; may come from a signal handler, before and during `start`."""
+        self._stop_asked = True
+        if self._hosted is not None:
+            self._hosted.set(STOP_KEY, "1")
 
     def end(self) -> tuple[int, ...]:
         """End what still runs, and what it started; return the ranks that cannot be ended.

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from launch.local import LocalLauncher
+from launch.ranks import LocalJob
 from megarl.check import Command, check_run, check_world_size, folder_of, topology_of
 from megarl.config import RunConfig
 from megarl.config_file import load_config, to_yaml
@@ -73,10 +75,6 @@ def _run(command: Command, arguments: argparse.Namespace, console: Console) -> i
         from megarl.train import main as rank_main
 
         rank_main([command, str(arguments.config), *overrides])
-    # Not earlier: the checks above must answer before torch has been imported.
-    from launch.local import LocalLauncher
-    from launch.ranks import LocalJob
-
     folder = folder_of(command, config)
     if command is Command.DOCTOR:
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier doctor

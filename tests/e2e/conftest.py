@@ -9,6 +9,8 @@ import pytest
 
 from tests.jobs import run_command
 
+NUM_EVALUATED = 32  # prompts of the built-in task's 256: no test asks how many were right
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
@@ -35,4 +37,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     """The arithmetic task with its untrained starting model."""
     folder = tmp_path_factory.mktemp("task")
     run_command("data", str(folder), "--num-train", "512")
+    evaluated = folder / "eval.jsonl"
+    evaluated.write_text("".join(evaluated.read_text().splitlines(True)[:NUM_EVALUATED]))
     return Task(folder=folder)

@@ -1,11 +1,14 @@
-"""The character tokenizer through the front door: AutoTokenizer on a saved folder."""
+"""The character tokenizer through the front door: loaded from a saved folder."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.data.starting_model import write_starting_model
 from megarl.data.tokenizer import build_character_tokenizer, check_tokenizer, load_tokenizer
@@ -58,3 +61,35 @@ def test_the_model_folder_serves_its_tokenizer_too(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path / "model")
     assert tokenizer("14+5=?")["input_ids"] == [1, 4, 7, 13, 8, 15, 18]
     check_tokenizer(tokenizer, 32)
+
+
+def _name_class(folder: Path, name: str) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
+
+
+@pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_what_is_loaded_is_what_transformers_chooses(tmp_path: Path, name: str) -> None:
+    write_starting_model(tmp_path / "model", seed=0)
+    _name_class(tmp_path / "model", name)
+    found, expected = (
+        load(tmp_path / "model") for load in (load_tokenizer, AutoTokenizer.from_pretrained)
+    )
+    assert type(found) is type(expected)
+    assert found.get_vocab() == expected.get_vocab()
+    assert found("14+5=?").data == expected("14+5=?").data
+    assert found.special_tokens_map == expected.special_tokens_map
+
+
+@pytest.mark.parametrize(("name", "searched"), [("TokenizersBackend", 0), ("LlamaTokenizer", 1)])
+def test_only_a_class_that_must_be_found_is_searched_for(
+    tmp_path: Path, name: str, searched: int
+) -> None:
+    build_character_tokenizer().save_pretrained(tmp_path)
+    _name_class(tmp_path, name)
+    code = (
+        "import sys; from megarl.data.tokenizer import load_tokenizer; "
+        f"load_tokenizer({str(tmp_path)!r}); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
+    assert process.returncode == searched
