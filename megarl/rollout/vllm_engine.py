@@ -26,7 +26,7 @@ from megarl.rollout.engine import Engine, Sample, SampleRequest
 from megatron_bridge.parallel import Quantization
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine import EngineCoreRequest, FinishReason
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _LATENT_PARTS = ("W_UV", "W_UK_T")
@@ -201,11 +201,22 @@ class VllmEngine(Engine):
 
     def step(self) -> list[Sample]:
         self._require_committed("sample")
+        from megarl.rollout.vllm_scheduler import Decoded
+
         samples = []
         for output in self._core.get_output().outputs:
-            sample = self._take(output)
-            if sample is not None:
-                samples.append(sample)
+            partial = self._partials[output.request_id]
+            if type(output) is Decoded:
+                partial.tokens.append(output.token)
+                partial.logprobs.append(output.logprob)
+                partial.versions.append(self._version)
+            else:
+                partial.tokens += output.new_token_ids
+                partial.versions += [self._version] * len(output.new_token_ids)
+                if output.new_logprobs is not None:
+                    partial.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                samples.append(self._finish(output.request_id, output.finish_reason))
         return samples
 
     @property
@@ -263,23 +274,13 @@ class VllmEngine(Engine):
                 f"{request.max_tokens} exceed max_model_len {self._max_model_len}"
             )
 
-    def _take(self, output: EngineCoreOutput) -> Sample | None:
-        """Collect one request's new tokens; return its sample where it ended."""
-        partial = self._partials[output.request_id]
-        partial.tokens += output.new_token_ids
-        partial.versions += [self._version] * len(output.new_token_ids)
-        if output.new_logprobs is not None:
-            partial.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
-        if output.finish_reason is None:
-            return None
+    def _finish(self, name: str, reason: FinishReason) -> Sample:
         from vllm.v1.engine import FinishReason
 
-        if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise RuntimeError(
-                f"{self._job}: vLLM ended request {output.request_id}: {output.finish_reason}"
-            )
-        sample = self._sample(partial, finished=output.finish_reason is FinishReason.STOP)
-        del self._partials[output.request_id], self._seeds[output.request_id]
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise RuntimeError(f"{self._job}: vLLM ended request {name}: {reason}")
+        sample = self._sample(self._partials[name], finished=reason is FinishReason.STOP)
+        del self._partials[name], self._seeds[name]
         return sample
 
     def _sample(self, partial: _Partial, finished: bool) -> Sample:
@@ -333,6 +334,7 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from megarl.rollout.vllm_fp8 import quantization_overrides
+    from megarl.rollout.vllm_scheduler import DecodeScheduler
     from megarl.rollout.vllm_worker import GlooExecutor
 
     arguments = EngineArgs(
@@ -353,6 +355,7 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
         logprobs_mode="processed_logprobs",  # after the temperature
         skip_tokenizer_init=True,
         generation_config="vllm",  # no sampling defaults from the model folder
+        scheduler_cls=DecodeScheduler,
         async_scheduling=False,  # a step returns its own tokens, so a commit has none in flight
         disable_log_stats=True,
         use_tqdm_on_load=False,
