@@ -43,7 +43,7 @@ def divide(curves: Curves, run: Pipeline, dp: int, replicas: int, cores: int) ->
         max(1.0, ranks / cores) for ranks in (trainer, generator, trainer + generator)
     )
     decode_curve, train_curve = DecodeCurve(curves.alone.decode), TrainCurve(curves.alone.train)
-    slower_train, slower_decode = slow_down(curves) or (1.0, 1.0)
+    slower_train, slower_decode = slow_down(curves)
 
     def train_seconds(lengths: Sequence[int]) -> float:
         parts = partition(lengths, dp)

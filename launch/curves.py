@@ -48,7 +48,7 @@ class TrainCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Both engines under one condition."""
+    """Both engines, each while the other waits."""
 
     decode: tuple[DecodeCase, ...]
     train: tuple[TrainCase, ...]
@@ -66,12 +66,13 @@ class Curves:
 
     provenance: dict[str, Any]
     alone: Rates  # one engine works, the other waits
-    beside: Rates | None  # both work at once; None where they have the same ranks
+    train_beside: tuple[TrainCase, ...] = ()  # while generators sample; none: on the same ranks
     dp: int  # of the trainer
     replicas: int
     trainer_ranks: int  # of all data-parallel copies together
     generator_ranks: int  # of all replicas together
     sampling_seconds: float = 0.0  # of all `lengths`, ordered and scored as in a run; 0: unknown
+    sampling_beside_seconds: float = 0.0  # the same while the trainer trains
     tick_seconds: float  # of a step, with neither training nor decoding
     reward_sample_seconds: float
     prompt_length: float  # mean tokens
@@ -82,7 +83,7 @@ class Curves:
 
     @property
     def colocated(self) -> bool:
-        return self.beside is None
+        return not self.train_beside
 
 
 # --- The file -----------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def load_curves(file: Path) -> Curves:
         values = json.loads(file.read_text(encoding="utf-8"))
         values["lengths"] = tuple(values["lengths"])
         values["alone"] = _rates(values["alone"])
-        values["beside"] = _rates(values["beside"]) if values["beside"] else None
+        values["train_beside"] = tuple(TrainCase(**case) for case in values["train_beside"])
         return Curves(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"curves {file}: {error!r}; tools.measure_curves writes them") from error
@@ -213,18 +214,16 @@ def eta_generate(rates: Rates) -> list[tuple[int, float]]:
     ]
 
 
-def slow_down(curves: Curves) -> tuple[float, float] | None:
+def slow_down(curves: Curves) -> tuple[float, float]:
     """Return how many times longer training and decoding take beside one another, at least 1.
 
     Of the sums over all cases: so the large ones, where most of the time goes, count most.
     """
-    if curves.beside is None:
-        return None
-    train, decode = (
-        sum(seconds * size for size, seconds in eta(curves.beside))
-        / sum(seconds * size for size, seconds in eta(curves.alone))
-        for eta in (eta_train, eta_generate)
-    )
+    if curves.colocated:
+        return 1.0, 1.0
+    train = sum(c.seconds for c in curves.train_beside) / sum(c.seconds for c in curves.alone.train)
+    sampling = curves.sampling_seconds
+    decode = curves.sampling_beside_seconds / sampling if sampling else 1.0
     return max(1.0, train), max(1.0, decode)
 
 
@@ -271,7 +270,7 @@ def measured_pipeline(curves: Curves, *, known_lengths: bool = False) -> Pipelin
         known_lengths=curves.lengths if known_lengths else (),
         train_seconds=TrainCurve(curves.alone.train),
         sync_seconds=curves.tick_seconds,
-        beside=slow_down(curves) or (1.0, 1.0),
+        beside=slow_down(curves),
     )
 
 
@@ -299,17 +298,7 @@ def _group_seconds(curves: Curves) -> float:
     """
     if not curves.sampling_seconds:
         return 0.0
-    waiting = _sampling(curves, 0.0)
-    one = _sampling(curves, 1e-3) - waiting
-    return max(0.0, (curves.sampling_seconds - waiting) / one * 1e-3)
-
-
-def _sampling(curves: Curves, group_seconds: float) -> float:
-    """Return the simulated seconds of sampling all `lengths` from the first to the last."""
-    pipeline = replace(
-        _decoding_alone(curves),
-        batch_groups=len(curves.lengths) // curves.group_size,
-        known_lengths=curves.lengths,
-        group_seconds=group_seconds,
-    )
-    return simulate(pipeline, 1)[0].wait_seconds
+    groups = len(curves.lengths) // curves.group_size
+    pipeline = replace(_decoding_alone(curves), batch_groups=groups, known_lengths=curves.lengths)
+    more = curves.sampling_seconds - simulate(pipeline, 1)[0].wait_seconds
+    return max(0.0, more) * curves.replicas / groups

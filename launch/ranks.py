@@ -42,6 +42,11 @@ _ALLOCATOR = {
 _REAP_SECONDS = 10.0  # a process in an uninterruptible wait (a driver, a file server) may never end
 
 
+def common_environment() -> dict[str, str]:
+    """Return what all ranks on this machine have in their environment."""
+    return {"OMP_NUM_THREADS": "1", **_ALLOCATOR, **os.environ}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalJob:
     """What to start."""
@@ -96,9 +101,7 @@ class LocalRanks:
         path = self.log_path(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         environment = {
-            "OMP_NUM_THREADS": "1",
-            **_ALLOCATOR,
-            **os.environ,
+            **common_environment(),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             RESTARTS_VARIABLE: str(self._restarts),

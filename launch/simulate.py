@@ -61,7 +61,7 @@ class SimulatedStep:
     train_seconds: float
     wait_seconds: float  # until the batch was complete
     sync_seconds: float
-    trainer_idle_seconds: float  # of the wait, unless the trainer's ranks decoded meanwhile
+    trainer_idle_seconds: float  # all but training, unless the trainer's ranks decoded meanwhile
     generator_idle_seconds: float  # of a replica, with nothing to decode and no training to do
     staleness_mean: float  # versions between a token and the version that it trains
     staleness_max: float
@@ -128,7 +128,7 @@ class _Run:
             train_seconds=self._now - collected,
             wait_seconds=collected - arrived,
             sync_seconds=arrived - begin,
-            trainer_idle_seconds=0.0 if self._pipeline.colocated else collected - arrived,
+            trainer_idle_seconds=0.0 if self._pipeline.colocated else collected - begin,
             generator_idle_seconds=idle / len(self._replicas),
             staleness_mean=version - sum(f.version_sum for f in found) / tokens,
             staleness_max=version - min(f.first_version for f in found),

@@ -96,7 +96,7 @@ def run_training(rank: Rank) -> None:
     try:
         world.set_status("starting the engine")
         initialize(rank, executors)
-        _collect_as_usual()
+        collect_as_usual()
         channels = make_channels(rank, executors)
         world.barrier("start")
         all_ticks, on_step = ticks(rank.start.step, config.max_steps), _step_hook(world)
@@ -154,7 +154,7 @@ def _run_alone(rank: Rank, executor: Executor) -> None:
     config, world = rank.config, rank.world
     world.set_status("starting the engine")
     executor.init()
-    _collect_as_usual()
+    collect_as_usual()
     order = (Stage(prepares=(TRAINER,), steps=(TRAINER,)),)
     all_ticks, on_step = range(rank.start.step, config.max_steps), _step_hook(world)
     ExecutorController((executor,), {}, order, all_ticks, on_step, world.inside).run()
@@ -174,7 +174,7 @@ def run_doctor(rank: Rank) -> None:
     examine(rank)
 
 
-def _collect_as_usual() -> None:
+def collect_as_usual() -> None:
     """Look for garbage as often as Python does, but not among what was there before the first tick."""
     gc.collect()
     gc.freeze()
@@ -239,7 +239,7 @@ def finish(rank: Rank) -> None:
     write_summary(config.folder / "summary.json", summary)
 
 
-def _prepare_process(local_rank: int) -> None:
+def prepare_process() -> None:
     """Die with the launcher, dump stacks on SIGUSR2 or a crash, one thread, own device."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -247,6 +247,7 @@ def _prepare_process(local_rank: int) -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     gc.set_threshold(*_START_THRESHOLD)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     # The reward rank stands behind the ranks that have a GPU and needs none.
     if local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
@@ -257,7 +258,7 @@ def _run(command: Command, config: RunConfig, began: float) -> None:
     topology = topology_of(command, config)
     check_world_size(topology, int(os.environ["WORLD_SIZE"]))
     check_run(command, config)
-    _prepare_process(int(os.environ.get("LOCAL_RANK", "0")))
+    prepare_process()
     world = World(topology, at)
     logs.setup_logging(world.place.name, world.rank, None)
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from megarl.channels.requests import RequestServer
+from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import load_model_tokenizer
 from megarl.rollout.batch import scored_batch, split_batch
 from megarl.rollout.buffer import Group
@@ -55,6 +56,8 @@ class Orderer:
         self._server = RequestServer(rank.world, self._answer)
         self._eos = self._tasks.eos
         self._next_id = 0
+        self._samples: list[Sample] = []  # of the first prompts, when they were last sampled
+        self._prompts: dict[int, Prompt] = {}
 
     def _answer(self, replica: int, report: Report) -> tuple[Orders, bool]:
         work = self._dispatcher.answer(replica, unpack_samples(report))
@@ -83,18 +86,32 @@ class Orderer:
         self._server.close()
         return samples + self._dispatcher.take()
 
-    def sample(self) -> dict:
-        """Have the run's first prompts sampled; write batches to train on; return what was found."""
-        config, size = self._config, self._config.data.train_batch_size
-        num_groups, n = self._plan.batches * size, config.rollout.n
-        requests = [self._tasks.train(prompt, range(n), {}) for prompt in range(num_groups)]
-        prompts = self._tasks.prompts(range(num_groups))
+    def sample(self, is_enough: Callable[[], bool]) -> int:
+        """Have the run's first prompts sampled and scored as in a run, again until it is enough;
+        return how often.
+        """
+        size, n = self._plan.batches * self._config.data.train_batch_size, self._config.rollout.n
+        rounds: list[int] = []  # the first request of each
+
+        def requests() -> Iterator[list[list[SampleRequest]]]:
+            while not rounds or not is_enough():
+                groups = [self._tasks.train(prompt, range(n), {}) for prompt in range(size)]
+                self._prompts = self._tasks.prompts(range(size))
+                rounds.append(groups[0][0].request_id)
+                yield groups
 
         def score(some: list[Sample]) -> None:
-            """Score what has arrived, as the reward executor does beside the decoding."""
-            self._scorer.score([(prompts[s.request_id // n], s) for s in some])
+            prompts = [self._prompts[(s.request_id - rounds[-1]) // n] for s in some]
+            self._scorer.score(list(zip(prompts, some, strict=True)))
 
-        samples = sorted(self._serve(iter([requests]), score), key=lambda s: s.request_id)
+        found = self._serve(requests(), score)
+        self._samples = sorted(found, key=lambda s: s.request_id)[-size * n :]
+        return len(rounds)
+
+    def describe(self) -> dict:
+        """Write batches to train on, of what was sampled; return what was found."""
+        config, size = self._config, self._config.data.train_batch_size
+        samples, prompts, n = self._samples, self._prompts, self._config.rollout.n
         pairs = [(prompts[i // n], sample) for i, sample in enumerate(samples)]
         self._scorer.score(pairs[:1])  # its process has started
         began = time.monotonic()
@@ -135,6 +152,7 @@ class Orderer:
         """Have more and more sequences of equal length decoded at a time, at each replica."""
         self._eos = _NO_TOKEN
         self._serve(self._rounds(seconds), lambda samples: None)
+        self._eos = self._tasks.eos
 
     def _rounds(self, seconds: float) -> Iterator[list[list[SampleRequest]]]:
         slots = self._config.generator.max_running_sequences

@@ -1,9 +1,10 @@
 """One rank of a measurement of curves; `tools.measure_curves` starts as many as the run would have.
 
-All ranks go through the same phases: the generators sample the run's first prompts (whose responses
-the trainer then trains on); they decode so many sequences of equal length at a time while the trainer
-waits; the trainer trains while they wait; both at once, where they have ranks of their own. Reports and
-orders go to and from the reward rank as in a run. Each rank that measured writes ``NAME.json``.
+All ranks go through the same phases: the generators sample the run's first prompts, on whose responses
+the trainer then trains, until all is warm; they decode so many sequences of equal length at a time; the
+trainer trains, the generators sample the first prompts, both do so at once where they have ranks of
+their own, and each does alone once more: what drifts meanwhile cancels. Reports and orders go to and
+from the reward rank as in a run. Each rank that measured writes ``PHASE.RANK.json``.
 """
 
 from __future__ import annotations
@@ -30,14 +31,11 @@ from megarl.executors.generator import REPORT_SECONDS
 from megarl.rollout.engine import Engine, Sample
 from megarl.rollout.messages import State, pack_samples, unpack_work
 from megarl.topology import GENERATOR, REWARD, TRAINER
-from megarl.train import rendezvous
+from megarl.train import collect_as_usual, prepare_process, rendezvous
 from megarl.types import TrainBatch
 from megarl.wiring import Rank, export_link, make_engine, make_tracers
 from megarl.world import World
 from tools.curve_orders import BATCHES_FILE, Orderer, Plan
-
-_Work = Callable[[], dict[str, object]]
-
 
 # --- Generators -----------------------------------------------------------------------------------
 
@@ -63,7 +61,8 @@ class _Generator:
         self._unreported: list[Sample] = []
 
     def serve(self) -> list[Series]:
-        """Do as ordered until the phase ends; return its series."""
+        """Do as ordered until the phase ends, beginning without a prefix; return its series."""
+        self._engine.commit(0)
         self.series, state = [], State.GO
         while state is State.GO:
             state = self._decode()
@@ -142,31 +141,51 @@ class _Trainer:
         with rank.world.inside(TRAINER):
             self._executor.init()
         self._batches: list[tuple[Sequence[int], TrainBatch]] = []
+        self._times: dict[str, list[list[float]]] = {}  # of each batch, by condition
 
     def read(self, file: Path) -> None:
         for lengths, parts in torch.load(file, weights_only=False):
             self._batches.append((lengths, parts[self._part]))
 
-    def train(self, seconds: float) -> list[TrainCase]:
-        """Train on all batches, again and again until the time is over; return a case for each."""
+    def train(
+        self,
+        condition: str,
+        is_over: Callable[[], bool],
+        after_round: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Train on all batches, again and again until it is over; that step does not count.
+
+        Each batch counts at least once.
+        """
         from megatron_bridge.runtime import setup
 
-        found: list[list[float]] = [[] for _ in self._batches]
-        began = time.monotonic()
+        found = self._times.setdefault(condition, [[] for _ in self._batches])
         with self._world.inside(TRAINER):
-            while not found[-1] or not setup.any_rank(time.monotonic() - began > seconds):
+            while True:
                 for times, (_, batch) in zip(found, self._batches, strict=True):
-                    times.append(self._step(batch))
-        return [
-            TrainCase(
-                sequences=len(lengths),
-                tokens=sum(lengths),
-                squares=sum(length**2 for length in lengths),
-                seconds=usual_mean(times),
-                steps=len(times),
-            )
-            for times, (lengths, _) in zip(found, self._batches, strict=True)
-        ]
+                    seconds = self._step(batch)
+                    if setup.any_rank(is_over()) and found[-1]:
+                        return
+                    times.append(seconds)
+                after_round()
+
+    def cases(self) -> dict[str, list[dict[str, Any]]]:
+        """Return a case for each batch, by condition."""
+        return {
+            condition: [
+                asdict(
+                    TrainCase(
+                        sequences=len(lengths),
+                        tokens=sum(lengths),
+                        squares=sum(length**2 for length in lengths),
+                        seconds=usual_mean(times),
+                        steps=len(times),
+                    )
+                )
+                for times, (lengths, _) in zip(found, self._batches, strict=True)
+            ]
+            for condition, found in self._times.items()
+        }
 
     def _step(self, batch: TrainBatch) -> float:
         version = self._executor.version
@@ -196,52 +215,73 @@ class _Ranks:
         self._trainer = _Trainer(rank) if TRAINER in names else None
         self._orderer = Orderer(rank, plan) if REWARD in names else None
 
-    def sample(self) -> None:
-        self._phase("sample", lambda: {"orders": self._order().sample()}, None)
+    def begin(self) -> None:
+        """Find lengths and the batches to train on."""
+        self.sample("first")
+        if self._orderer:
+            self._write("orders", self._orderer.describe())
+        self._world.barrier("batches")
         if self._trainer:
             self._trainer.read(self._plan.folder / BATCHES_FILE)
-            self._trainer.train(0.0)  # allocators and caches warm up
+            self._trainer.train("first", lambda: True)  # allocators and caches warm up
 
-    def decode(self, name: str, *, train: bool) -> None:
-        def order() -> dict[str, object]:
-            self._order().decode(self._plan.seconds)
+    def decode(self) -> None:
+        def order(orderer: Orderer) -> dict[str, Any]:
+            orderer.decode(self._plan.seconds)
             return {}
 
-        self._phase(name, order, self._train if train else None)
+        self._phase("decode", order)
+
+    def sample(self, name: str) -> None:
+        self._phase(name, lambda orderer: {"rounds": orderer.sample(lambda: True)})
 
     def train(self) -> None:
-        self._phase("train", None, self._train)
+        self._world.barrier("training")
+        until = time.monotonic() + self._plan.seconds
+        if self._trainer:
+            self._trainer.train("alone", lambda: time.monotonic() > until)
+        self._world.barrier("end of training")
 
-    def _order(self) -> Orderer:
-        assert self._orderer is not None
-        return self._orderer
+    def both(self) -> None:
+        """Sample until the trainer has trained on each batch, and train until that was sampled."""
+        trained, sampled = (self._plan.folder / name for name in ("trained", "sampled"))
 
-    def _train(self) -> dict[str, object]:
-        assert self._trainer is not None
-        return {"train": [asdict(case) for case in self._trainer.train(self._plan.seconds)]}
+        def sample(orderer: Orderer) -> dict[str, Any]:
+            rounds = orderer.sample(trained.exists)
+            sampled.touch()
+            return {"rounds": rounds}
 
-    def _phase(self, name: str, order: _Work | None, train: _Work | None) -> None:
-        """Do this rank's part of a phase, between two barriers, and write what it found."""
+        self._phase(
+            "beside", sample, lambda trainer: trainer.train("beside", sampled.exists, trained.touch)
+        )
+
+    def _phase(
+        self,
+        name: str,
+        order: Callable[[Orderer], dict[str, Any]],
+        train: Callable[[_Trainer], None] | None = None,
+    ) -> None:
+        """Have all work, between two barriers; write what generators and orderer found."""
         self._world.barrier(name)
-        found: dict[str, object] = {}
-        if self._orderer and order:
-            found = order()
-        if self._generator and order:
+        if self._orderer:
+            self._write(name, order(self._orderer))
+        if self._generator:
             with self._world.inside(GENERATOR):
                 series = self._generator.serve()
-            if name == "sample":
-                seconds = sum(sum(each.seconds) for each in series)
-                found = {"sampling_seconds": seconds}
-            else:
-                found = decoded(series)
+            seconds = sum(sum(each.seconds) for each in series)
+            self._write(name, decoded(series) if name == "decode" else {"seconds": seconds})
         if self._trainer and train:
-            found |= train()
-        if found:
-            file = self._plan.folder / f"{name}.{self._world.rank}.json"
-            file.write_text(json.dumps(found))
+            train(self._trainer)
         self._world.barrier(f"end of {name}")
 
+    def _write(self, name: str, found: dict[str, Any]) -> None:
+        file = self._plan.folder / f"{name}.{self._world.rank}.json"
+        file.write_text(json.dumps(found))
+
     def close(self) -> None:
+        """Write the trainer's times, and end the engines."""
+        if self._trainer:
+            self._write("train", self._trainer.cases())
         for each in (self._trainer, self._generator, self._orderer):
             if each:
                 each.close()
@@ -250,11 +290,15 @@ class _Ranks:
 def measure(rank: Rank, plan: Plan) -> None:
     """All phases, on any rank."""
     ranks = _Ranks(rank, plan)
-    ranks.sample()
-    ranks.decode("decode", train=False)
+    collect_as_usual()
+    ranks.begin()
+    ranks.decode()
     ranks.train()
+    ranks.sample("before")
     if not rank.config.is_colocated:
-        ranks.decode("beside", train=True)
+        ranks.both()
+    ranks.sample("after")
+    ranks.train()
     ranks.close()
 
 
@@ -277,8 +321,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     config = _config(file, overrides)
     at = rendezvous(config)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(at.rank % torch.cuda.device_count())
+    prepare_process()
     world = World(topology_of(Command.TRAIN, config), at)
     tracers = make_tracers(world)
     measure(

@@ -2,8 +2,8 @@
 
 Starts the ranks that a run of CONFIG would have on this machine, both engines with their real
 executors and channels, and measures them apart and at once: a decoding step's seconds by running
-sequences and held tokens, training's by the batch's lengths, scoring's by samples, those of a tick
-around both, and how long responses are. No step of a run is measured. The file is what ``megarl advise
+sequences and held tokens, training's by the batch's lengths, sampling's of the first prompts, scoring's
+by samples, those of a tick around both, and how long responses are. No step of a run is measured. The file is what ``megarl advise
 --curves`` and ``tools.check_simulator`` read.
 """
 
@@ -35,6 +35,7 @@ from launch.curves import (
     slow_down,
     write_curves,
 )
+from launch.ranks import common_environment
 from megarl.check import Command, topology_of
 from megarl.config_file import load_config
 from megarl.observe.metrics import METRICS_FILE, read_metrics
@@ -54,6 +55,7 @@ def _run(command: Sequence[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *command],
         capture_output=True,
+        env=common_environment(),
         text=True,
         timeout=_TIMEOUT_SECONDS,
         check=False,
@@ -78,12 +80,15 @@ def _measure_engines(asked: argparse.Namespace, folder: Path) -> dict[str, list[
 
 
 def _measure_ticks(asked: argparse.Namespace, folder: Path) -> float:
-    """Return the seconds of a tick around training and decoding: of a run that has next to none."""
+    """Return the seconds of a tick around training and decoding: of a run that has next to none,
+    each replica as much as the others.
+    """
+    config = load_config(asked.config, tuple(asked.overrides))
     small = (
         f"run_dir={folder}",
         "name=ticks",
         "mode=sync",
-        "data.train_batch_size=1",
+        f"data.train_batch_size={config.generator.layout.replicas}",
         "rollout.n=2",
         "rollout.max_response_length=1",
         f"max_steps={_TICKS}",
@@ -108,17 +113,27 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def rates(phases: Sequence[Mapping[str, Any]]) -> Rates:
-    """Return the rates that ranks measured: means over replicas, the slowest of the trainer's ranks."""
-    decoders = [found for found in phases if "decode" in found]
-    trainers = [found["train"] for found in phases if "train" in found]
-    decode = [DecodeCase(**case) for found in decoders for case in found["decode"]]
-    train = [
+def slowest(trainers: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[TrainCase, ...]:
+    """Return the cases that the trainer's ranks measured, of each batch that of the slowest."""
+    return tuple(
         max((TrainCase(**case) for case in cases), key=lambda case: case.seconds)
         for cases in zip(*trainers, strict=True)
-    ]
+    )
+
+
+def rates(
+    decoders: Sequence[Mapping[str, Any]], trainers: Sequence[Sequence[Mapping[str, Any]]]
+) -> Rates:
+    """Return what ranks measured alone: means over replicas, the slowest of the trainer's ranks."""
+    decode = [DecodeCase(**case) for found in decoders for case in found["decode"]]
     prefill = _mean([found["prefill_token_seconds"] for found in decoders])
-    return Rates(decode=tuple(decode), train=tuple(train), prefill_token_seconds=prefill)
+    return Rates(decode=tuple(decode), train=slowest(trainers), prefill_token_seconds=prefill)
+
+
+def sampling(phase: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of sampling the first prompts once, of the replica that took longest."""
+    rounds = next(found["rounds"] for found in phase if "rounds" in found)
+    return max(found["seconds"] for found in phase if "seconds" in found) / rounds
 
 
 def provenance(asked: argparse.Namespace) -> dict[str, Any]:
@@ -146,16 +161,19 @@ def measure(asked: argparse.Namespace) -> Curves:
         phases = _measure_engines(asked, folder)
         tick_seconds = _measure_ticks(asked, folder)
     config = load_config(asked.config, tuple(asked.overrides))
-    orders = next(found["orders"] for found in phases["sample"] if found.get("orders"))
+    (orders,) = phases["orders"]
+    decoders = [found for found in phases["decode"] if "decode" in found]
+    beside = "beside" in phases
     return Curves(
         provenance=provenance(asked),
-        alone=rates([*phases["decode"], *phases["train"]]),
-        beside=rates(phases["beside"]) if "beside" in phases else None,
+        alone=rates(decoders, [found["alone"] for found in phases["train"]]),
+        train_beside=slowest([found["beside"] for found in phases["train"]]) if beside else (),
         dp=config.trainer.layout.dp,
         replicas=config.generator.layout.replicas,
         trainer_ranks=config.trainer.layout.world_size,
         generator_ranks=config.generator.layout.world_size,
-        sampling_seconds=max(found.get("sampling_seconds", 0.0) for found in phases["sample"]),
+        sampling_seconds=_mean([sampling(phases[name]) for name in ("before", "after")]),
+        sampling_beside_seconds=sampling(phases["beside"]) if beside else 0.0,
         tick_seconds=tick_seconds,
         reward_sample_seconds=orders["reward_sample_seconds"],
         prompt_length=orders["prompt_length"],
@@ -164,19 +182,11 @@ def measure(asked: argparse.Namespace) -> Curves:
     )
 
 
-def _tables(curves: Curves) -> list[Table]:
-    tables = []
-    for name, unit, eta in (
-        ("η_t: seconds of training for a sequence", "batch", eta_train),
-        ("η_g: seconds of decoding for a token", "together", eta_generate),
-    ):
-        table = Table(unit, "alone", "beside the other engine", title=name)
-        beside = dict(eta(curves.beside)) if curves.beside else {}
-        for size, seconds in eta(curves.alone):
-            other = f"{beside[size]:.3g}" if size in beside else ""
-            table.add_row(str(size), f"{seconds:.3g}", other)
-        tables.append(table)
-    return tables
+def _table(title: str, size: str, eta: Sequence[tuple[int, float]]) -> Table:
+    table = Table(size, "seconds", title=title)
+    for number, seconds in eta:
+        table.add_row(str(number), f"{seconds:.3g}")
+    return table
 
 
 # --- Command line -----------------------------------------------------------------------------------
@@ -196,13 +206,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves = measure(asked)
     write_curves(curves, asked.output)
     console = Console()
-    for table in _tables(curves):
-        console.print(table)
-    slower = slow_down(curves)
-    if slower:
-        console.print(
-            f"beside one another training takes {slower[0]:.2f}, decoding {slower[1]:.2f} times as long"
-        )
+    train, decode = eta_train(curves.alone), eta_generate(curves.alone)
+    console.print(_table("η_t: training, for a sequence", "batch", train))
+    console.print(_table("η_g: decoding, for a token", "together", decode))
+    train_slower, decode_slower = slow_down(curves)
+    console.print(
+        f"beside one another training takes {train_slower:.2f}, decoding {decode_slower:.2f} times as long"
+    )
     console.print(
         f"{1e3 * curves.tick_seconds:.3g} ms a tick around both, "
         f"{1e3 * curves.reward_sample_seconds:.3g} ms a score, "

@@ -20,7 +20,7 @@ _TOKEN_SECONDS = 0.01
 _BATCH, _LENGTH = 16, 50  # responses of a batch, tokens of each
 
 
-def _make_curves(train_seconds: float, beside: Rates | None = None) -> Curves:
+def _make_curves(train_seconds: float) -> Curves:
     """Return curves of engines whose batch of 16 x 50 tokens takes ``train_seconds``; a decoding step
     takes 0.01 s for up to four sequences."""
     tokens = _BATCH * _LENGTH
@@ -38,11 +38,10 @@ def _make_curves(train_seconds: float, beside: Rates | None = None) -> Curves:
         DecodeCase(running=running, held=100.0, seconds=_TOKEN_SECONDS, steps=1)
         for running in (1, 4)
     )
-    rates = Rates(decode=decode, train=train)
     return Curves(
         provenance={},
-        alone=rates,
-        beside=beside or rates,
+        alone=Rates(decode=decode, train=train),
+        train_beside=train,
         dp=1,
         replicas=1,
         trainer_ranks=1,
@@ -94,17 +93,17 @@ def test_training_gets_more_ranks_where_it_is_most_of_the_work():
 
 def test_engines_that_were_slower_beside_one_another_are_so_in_every_division():
     alone = _make_curves(1.0)
-    slower = _make_curves(
-        1.0,
-        Rates(
-            decode=tuple(replace(c, seconds=1.5 * c.seconds) for c in alone.alone.decode),
-            train=alone.alone.train,
-        ),
+    slower = replace(
+        alone,
+        train_beside=tuple(replace(c, seconds=1.3 * c.seconds) for c in alone.train_beside),
+        sampling_seconds=1e-9,
+        sampling_beside_seconds=1.5e-9,
+        lengths=(_LENGTH,) * alone.group_size,
     )
     pair = [divide(curves, _make_run(curves), 1, 1, 2) for curves in (alone, slower)]
     assert [run.beside for run in pair] == [
         pytest.approx((1.0, 1.0)),
-        pytest.approx((1.0, 1.5)),
+        pytest.approx((1.3, 1.5)),
     ]
 
 

@@ -15,6 +15,7 @@ from launch.curves import (
     eta_generate,
     eta_train,
     load_curves,
+    measured_pipeline,
     pipeline_of,
     slow_down,
     write_curves,
@@ -27,13 +28,13 @@ from megarl.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 
 
-def _decode_cases(scale: float = 1.0) -> tuple[DecodeCase, ...]:
+def _decode_cases() -> tuple[DecodeCase, ...]:
     """Return cases of 0.01 + 0.002 a sequence + 1e-6 a token held."""
     return tuple(
         DecodeCase(
             running=running,
             held=running * each,
-            seconds=scale * (0.01 + 0.002 * running + 1e-6 * running * each),
+            seconds=0.01 + 0.002 * running + 1e-6 * running * each,
             steps=10,
         )
         for running in (1, 4, 16)
@@ -59,10 +60,7 @@ def _make_curves(**changes) -> Curves:
     base = Curves(
         provenance={"host": "here"},
         alone=Rates(decode=_decode_cases(), train=_train_cases(parts)),
-        beside=Rates(
-            decode=_decode_cases(1.5),
-            train=tuple(replace(c, seconds=1.2 * c.seconds) for c in _train_cases(parts)),
-        ),
+        train_beside=tuple(replace(c, seconds=1.2 * c.seconds) for c in _train_cases(parts)),
         dp=1,
         replicas=1,
         trainer_ranks=1,
@@ -126,12 +124,13 @@ def test_unit_times_fall_with_the_batch():
 
 
 def test_working_beside_one_another_takes_as_many_times_longer_as_measured():
-    assert slow_down(_make_curves()) == pytest.approx((1.2, 1.5))
-    assert slow_down(_make_curves(beside=None)) is None
+    sampled = {"sampling_seconds": 2.0, "sampling_beside_seconds": 3.0}
+    assert slow_down(_make_curves(**sampled)) == pytest.approx((1.2, 1.5))
+    assert slow_down(_make_curves(train_beside=())) == (1.0, 1.0)
 
 
 def test_a_file_holds_all_of_it(tmp_path: Path):
-    for curves in (_make_curves(), _make_curves(beside=None)):
+    for curves in (_make_curves(), _make_curves(train_beside=())):
         write_curves(curves, tmp_path / "curves.json")
         assert load_curves(tmp_path / "curves.json") == curves
 
@@ -165,3 +164,15 @@ def test_a_synchronous_run_takes_its_training_its_decoding_and_the_tick():
 def test_curves_of_another_layout_are_refused():
     with pytest.raises(ConfigError, match=r"\(1, 1, False\), expected \(2, 1, False\)"):
         pipeline_of(_make_curves(), _make_config("trainer.layout.dp=2"))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_group_costs_what_sampling_took_longer_than_decoding(replicas: int):
+    lengths = (20, 20) * 12
+    curves = _make_curves(lengths=lengths, replicas=replicas)
+    one = replace(measured_pipeline(curves, known_lengths=True), batch_groups=12)
+    decoding = simulate(one, 1)[0].wait_seconds
+    slower = replace(curves, sampling_seconds=decoding + 12 * 0.03 / replicas)
+    assert measured_pipeline(slower).group_seconds == pytest.approx(0.03)
+    sampled = replace(measured_pipeline(slower, known_lengths=True), batch_groups=12)
+    assert simulate(sampled, 1)[0].wait_seconds == pytest.approx(slower.sampling_seconds)

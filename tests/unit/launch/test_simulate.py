@@ -40,7 +40,7 @@ def test_on_policy_steps_take_the_sum(train_seconds: float, sync_seconds: float)
     )
     total = train_seconds + _GENERATE + sync_seconds
     assert found.step_seconds == pytest.approx(total)
-    assert found.trainer_idle_ratio == pytest.approx(_GENERATE / total)
+    assert found.trainer_idle_ratio == pytest.approx(1 - train_seconds / total)
     assert found.generator_idle_ratio == pytest.approx(train_seconds / total)
     assert found.staleness_mean == found.staleness_max == 0
 
@@ -51,7 +51,7 @@ def test_asynchronous_steps_take_the_larger(train_seconds: float, sync_seconds: 
     found = _steady(_make_pipeline(train_seconds=train_seconds, sync_seconds=sync_seconds))
     total = max(train_seconds, _GENERATE) + sync_seconds
     assert found.step_seconds == pytest.approx(total)
-    assert found.trainer_idle_ratio == pytest.approx(max(0, _GENERATE - train_seconds) / total)
+    assert found.trainer_idle_ratio == pytest.approx(1 - train_seconds / total)
     assert found.generator_idle_ratio == pytest.approx(
         max(0, train_seconds - _GENERATE) / total, abs=1e-9
     )

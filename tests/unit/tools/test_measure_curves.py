@@ -4,7 +4,7 @@ import pytest
 
 from tools.check_simulator import compare
 from tools.curve_rank import Series, decoded
-from tools.measure_curves import rates
+from tools.measure_curves import rates, sampling
 
 
 def _series(running: int, seconds: list[float]) -> Series:
@@ -34,15 +34,21 @@ def _decode_case(seconds: float) -> dict:
 def test_the_slowest_trainer_rank_and_all_replicas_count():
     found = rates(
         [
-            {"train": [_train_case(1.0), _train_case(4.0)]},
-            {"train": [_train_case(2.0), _train_case(3.0)]},
             {"decode": [_decode_case(0.1)], "prefill_token_seconds": 1e-3},
             {"decode": [_decode_case(0.3)], "prefill_token_seconds": 3e-3},
-        ]
+        ],
+        [
+            [_train_case(1.0), _train_case(4.0)],
+            [_train_case(2.0), _train_case(3.0)],
+        ],
     )
     assert [case.seconds for case in found.train] == [2.0, 4.0]
     assert [case.seconds for case in found.decode] == [0.1, 0.3]
     assert found.prefill_token_seconds == pytest.approx(2e-3)
+
+
+def test_sampling_takes_as_long_as_its_slowest_replica():
+    assert sampling([{"seconds": 4.0}, {"seconds": 6.0}, {"rounds": 2}]) == 3.0
 
 
 @pytest.mark.parametrize(
