@@ -32,7 +32,9 @@ from megatron_bridge.spec import RankManifest
 
 logger = logging.getLogger(__name__)
 
-REPORT_SECONDS = 0.02  # longest time between two reports, which bring news of the tick's end
+# Seconds between two reports, which bring news of the tick's end: at least and at most; between
+# them reports take a twentieth of the time.
+REPORT_SECONDS, _LONGEST_SILENCE, _REPORT_SHARE = 0.02, 0.1, 0.05
 
 
 class Client(Protocol):
@@ -149,15 +151,15 @@ class GeneratorExecutor(Executor):
 
     def _decode(self) -> State:
         """Decode and report until nothing is unfinished or the orders end the tick."""
-        state, reported = State.GO, 0.0
+        state, due = State.GO, 0.0
         while state is State.GO and self._engine().num_unfinished:
             self._unreported += self._engine().step()
-            if self._is_due(reported):
-                state, reported = self._report(), time.monotonic()
+            began = time.monotonic()
+            if self._replica.client.agree(began >= due):
+                state, ended = self._report(), time.monotonic()
+                silence = (ended - began) / _REPORT_SHARE
+                due = ended + min(max(silence, REPORT_SECONDS), _LONGEST_SILENCE)
         return self._report() if state is State.GO and self._unreported else state
-
-    def _is_due(self, reported: float) -> bool:
-        return self._replica.client.agree(time.monotonic() - reported >= REPORT_SECONDS)
 
     def _report(self) -> State:
         """Report what is finished and take on what is ordered."""

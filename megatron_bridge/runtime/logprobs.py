@@ -30,10 +30,12 @@ class _SplitSoftmax(torch.autograd.Function):
         start, num_real = 0 if tp_group is None else tp_group.rank() * num_columns, num_columns
         if vocab_size is not None:  # what lies past it is padding and stays out of the softmax
             num_real = min(max(vocab_size - start, 0), num_columns)
-        scaled = logits[:, :num_real].float() / temperature
+        scaled = logits[:, :num_real].float()
+        if temperature != 1.0:
+            scaled = scaled / temperature
         peak = scaled.amax(1) if num_real else scaled.new_full((len(scaled),), -torch.inf)
         _reduce(peak, ReduceOp.MAX, tp_group)
-        scaled -= peak[:, None]
+        scaled = scaled - peak[:, None]
         weights = scaled.exp()
 
         columns = targets - start
@@ -56,17 +58,19 @@ class _SplitSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         probabilities, entropy, columns, mine = ctx.saved_tensors
         grad_logprob, grad_entropy = grads
-        grad = torch.zeros_like(probabilities)
-        if grad_logprob is not None:
-            grad -= probabilities * grad_logprob[:, None]
+        if grad_logprob is None:
+            grad = torch.zeros_like(probabilities)
+        else:
+            grad_logprob = grad_logprob / ctx.temperature
+            grad = probabilities * -grad_logprob[:, None]
             if grad.shape[1]:
                 grad.scatter_add_(1, columns, grad_logprob.where(mine, 0)[:, None])
         if grad_entropy is not None:  # dH/dz = -p (log p + H)
             slope = torch.xlogy(probabilities, probabilities) + probabilities * entropy[:, None]
-            grad -= slope * grad_entropy[:, None]
-        grad /= ctx.temperature
-        padded = torch.nn.functional.pad(grad, (0, ctx.num_columns - grad.shape[1]))
-        return padded.to(ctx.dtype), None, None, None, None
+            grad -= slope * (grad_entropy / ctx.temperature)[:, None]
+        if ctx.num_columns > grad.shape[1]:
+            grad = torch.nn.functional.pad(grad, (0, ctx.num_columns - grad.shape[1]))
+        return grad.to(ctx.dtype), None, None, None, None
 
 
 def _reduce(values: Tensor, op: ReduceOp.RedOpType, tp_group: ProcessGroup | None) -> None:

@@ -65,6 +65,7 @@ class _Input:
     layout: TokenLayout
     packed: PackedSequences
     micro_batch: MicroBatch | None  # None: fills an interleaved schedule, has no loss
+    rows: Tensor | None  # [R] int64, places whose next token has a loss; None: logits of all
 
 
 class MegatronModel:
@@ -87,8 +88,11 @@ class MegatronModel:
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self._inverse_frequencies = inverse_frequencies(spec).to(device())
         self.chunks: list[torch.nn.Module] = []
+        self._rows: Tensor | None = None  # of the pass that runs
         for stage in range(layout.vpp):
             chunk = build_chunk(spec, layout, self.config, stage).to(device())
+            if chunk.post_process:
+                chunk.output_layer.register_forward_pre_hook(self._keep_rows)
             for name, parameter in chunk.named_parameters():
                 parameter.data.zero_()
                 parameter.requires_grad_(trainable)
@@ -157,9 +161,9 @@ class MegatronModel:
         When training, ``consume`` returns what Megatron wants of a loss function: the summed loss,
         the number of its tokens and a result.
         """
-        inputs = [self._prepare(micro_batch) for micro_batch in micro_batches]
+        inputs = [self._prepare(micro_batch, plan) for micro_batch in micro_batches]
         if self.layout.vpp > 1:  # the interleaved schedule works in groups of pp micro-batches
-            inputs += [self._prepare(None)] * (-len(inputs) % self.layout.pp)
+            inputs += [self._prepare(None, plan)] * (-len(inputs) % self.layout.pp)
         results = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, consume, plan),
             data_iterator=[iter(inputs) for _ in self.chunks],
@@ -172,7 +176,7 @@ class MegatronModel:
         )
         return results[: len(micro_batches)]
 
-    def _prepare(self, micro_batch: MicroBatch | None) -> _Input:
+    def _prepare(self, micro_batch: MicroBatch | None, plan: Pass) -> _Input:
         if micro_batch is None:
             lengths, tokens = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         else:
@@ -185,12 +189,35 @@ class MegatronModel:
             layout=token_layout,
             packed=pack(token_layout.lengths, self._inverse_frequencies, self.config.params_dtype),
             micro_batch=micro_batch,
+            rows=self._rows_of(micro_batch, token_layout, plan),
         )
+
+    def _rows_of(
+        self, micro_batch: MicroBatch | None, token_layout: TokenLayout, plan: Pass
+    ) -> Tensor | None:
+        """Leave a prompt's tokens out of the head and the softmax, which are much of a small model.
+
+        Not where tokens are divided over ranks: the head's own gathering then needs them all.
+        """
+        divided = self.layout.sequence_parallel or self.layout.cp > 1
+        if micro_batch is None or plan.forward_only or divided:
+            return None
+        mask = micro_batch.columns.get("loss_mask")
+        if mask is None:
+            return None
+        (rows,) = ((mask.cpu() > 0) & ~token_layout.first).nonzero(as_tuple=True)
+        return (rows - 1 if len(rows) else rows.new_zeros(1)).to(device())
+
+    def _keep_rows(self, head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Hand the head [R, 1, H] of its [T, 1, H]."""
+        hidden, *others = inputs
+        return (hidden if self._rows is None else hidden.index_select(0, self._rows), *others)
 
     def _forward_step(
         self, consume: Callable[..., Any], plan: Pass, inputs: Any, chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
         item: _Input = next(inputs)
+        self._rows = item.rows
         output = chunk(
             input_ids=item.tokens,
             position_ids=None,
@@ -214,9 +241,15 @@ class MegatronModel:
         return None if non_loss_data else (outputs.logprobs.sum() * 0, no_tokens, None)
 
     def _token_outputs(self, logits: Tensor, item: _Input, plan: Pass) -> TokenOutputs:
-        groups = self.groups
-        arguments = (logits, item.targets, plan.temperature, groups.tp, self.spec.vocab_size)
-        logprobs, entropy = token_logprobs_and_entropy(*arguments)
+        groups, rows = self.groups, item.rows
+        targets = item.targets if rows is None else item.targets.index_select(0, rows)
+        found = token_logprobs_and_entropy(
+            logits, targets, plan.temperature, groups.tp, self.spec.vocab_size
+        )
+        if rows is not None:
+            zeros = found[0].new_zeros(len(item.targets))
+            found = tuple(zeros.index_copy(0, rows, values) for values in found)
+        logprobs, entropy = found
         return TokenOutputs(
             logprobs=item.layout.of_tokens(logprobs, groups.cp),
             entropy=item.layout.of_tokens(entropy, groups.cp) if plan.entropy else None,
