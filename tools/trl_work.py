@@ -19,6 +19,7 @@ VOCAB_SIZE = 512
 LR = 1e-4
 WARM_UP_STEPS = 2  # not counted, on both sides
 MAX_STALENESS = 2  # of megarl's batches, in versions
+MICRO_BATCH = {"megarl": 16, "trl": 32}  # samples; what each side trains fastest with on two cores
 DRAIN_STEPS = MAX_STALENESS + 1  # not counted: the last batches' prompts are sampled already
 MODEL, PROMPTS = "model", "prompts.jsonl"
 
@@ -154,7 +155,7 @@ def megarl_config(work: Work) -> dict[str, Any]:
         "trainer": {
             "layout": {"vocab_divisor": 16},
             "lr": LR,
-            "max_tokens_per_micro_batch": 4096,
+            "max_tokens_per_micro_batch": MICRO_BATCH["megarl"] * (PROMPT_TOKENS + RESPONSE_TOKENS),
         },
         # vLLM's CPU blocks hold 128 tokens, so each sequence takes one: 512 and one it keeps free.
         "generator": {
@@ -189,7 +190,8 @@ def trl_config(work: Work) -> dict[str, Any]:
         "bf16": False,
         "seed": 0,
         "max_steps": work.total_steps,
-        "per_device_train_batch_size": NUM_PROMPTS * NUM_SAMPLES,
+        "per_device_train_batch_size": MICRO_BATCH["trl"],
+        "gradient_accumulation_steps": NUM_PROMPTS * NUM_SAMPLES // MICRO_BATCH["trl"],
         "num_generations": NUM_SAMPLES,
         "max_completion_length": RESPONSE_TOKENS,
         "temperature": 1.0,
