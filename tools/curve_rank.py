@@ -27,7 +27,7 @@ from megarl.check import Command, topology_of
 from megarl.checkpoint import StartPoint
 from megarl.config import RunConfig
 from megarl.config_file import load_config
-from megarl.executors.generator import REPORT_SECONDS
+from megarl.executors.generator import silence
 from megarl.rollout.engine import Engine, Sample
 from megarl.rollout.messages import State, pack_samples, unpack_work
 from megarl.topology import GENERATOR, REWARD, TRAINER
@@ -69,12 +69,14 @@ class _Generator:
         return self.series
 
     def _decode(self) -> State:
-        state, reported = self._report(), time.monotonic()
+        state, due = self._report(), 0.0
         while state is State.GO and self._engine.num_unfinished:
             began = time.monotonic()
             self._unreported += self._engine.step()
-            if self._client.agree(began - reported >= REPORT_SECONDS):
-                state, reported = self._report(), time.monotonic()
+            stepped = time.monotonic()
+            if self._client.agree(stepped >= due):
+                state, ended = self._report(), time.monotonic()
+                due = ended + silence(ended - stepped)
             self.series[-1].seconds.append(time.monotonic() - began)
         return state
 

@@ -34,7 +34,12 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two reports, which bring news of the tick's end: at least and at most; between
 # them reports take a twentieth of the time.
-REPORT_SECONDS, _LONGEST_SILENCE, _REPORT_SHARE = 0.02, 0.1, 0.05
+_SHORTEST_SILENCE, _LONGEST_SILENCE, _REPORT_SHARE = 0.02, 0.1, 0.05
+
+
+def silence(report_seconds: float) -> float:
+    """Return the seconds from a report, which took so long, to the next one."""
+    return min(max(report_seconds / _REPORT_SHARE, _SHORTEST_SILENCE), _LONGEST_SILENCE)
 
 
 class Client(Protocol):
@@ -157,8 +162,7 @@ class GeneratorExecutor(Executor):
             began = time.monotonic()
             if self._replica.client.agree(began >= due):
                 state, ended = self._report(), time.monotonic()
-                silence = (ended - began) / _REPORT_SHARE
-                due = ended + min(max(silence, REPORT_SECONDS), _LONGEST_SILENCE)
+                due = ended + silence(ended - began)
         return self._report() if state is State.GO and self._unreported else state
 
     def _report(self) -> State:
