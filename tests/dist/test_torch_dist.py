@@ -118,9 +118,10 @@ def _logits(model, tokens: Tensor) -> Tensor | None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_bridge.runtime.batch import MicroBatch
+    from megatron_bridge.runtime.model import Pass
 
     batch = MicroBatch(lengths=torch.tensor([len(tokens)]), tokens=tokens, columns={})
-    item = model._prepare(batch)
+    item = model._prepare(batch, Pass(temperature=1.0, forward_only=True))
 
     def step(_, chunk):
         output = chunk(
