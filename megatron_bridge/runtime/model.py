@@ -243,14 +243,15 @@ class MegatronModel:
     def _token_outputs(self, logits: Tensor, item: _Input, plan: Pass) -> TokenOutputs:
         groups, rows = self.groups, item.rows
         targets = item.targets if rows is None else item.targets.index_select(0, rows)
-        found = token_logprobs_and_entropy(
+        logprobs, entropy = token_logprobs_and_entropy(
             logits, targets, plan.temperature, groups.tp, self.spec.vocab_size
         )
-        if rows is not None:
-            zeros = found[0].new_zeros(len(item.targets))
-            found = tuple(zeros.index_copy(0, rows, values) for values in found)
-        logprobs, entropy = found
+
+        def of_tokens(values: Tensor) -> Tensor:
+            if rows is not None:
+                values = values.new_zeros(len(item.targets)).index_copy(0, rows, values)
+            return item.layout.of_tokens(values, groups.cp)
+
         return TokenOutputs(
-            logprobs=item.layout.of_tokens(logprobs, groups.cp),
-            entropy=item.layout.of_tokens(entropy, groups.cp) if plan.entropy else None,
+            logprobs=of_tokens(logprobs), entropy=of_tokens(entropy) if plan.entropy else None
         )

@@ -20,7 +20,7 @@ from megarl.contract import compare_manifest, first_difference
 from megarl.ddma.engine import WeightSync
 from megarl.ddma.transports.collective import CollectiveTransport
 from megarl.rollout.engine import SampleRequest
-from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
+from megarl.rollout.vllm_engine import VllmEngine
 from megarl.world import timed_wait
 from megatron_bridge.io.hf import load_hf
 from megatron_bridge.layouts.megatron import megatron_manifest, megatron_side
@@ -31,6 +31,7 @@ from megatron_bridge.plan import plan
 from megatron_bridge.quantize import BLOCK, dequantize_blockwise, quantize_blockwise
 from megatron_bridge.spec import RankManifest
 from tests.dist.test_step_across_layouts import _Meeting
+from tests.dist.vllm_cases import make_settings
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -105,16 +106,12 @@ def _wrong_bits(folder: Path, manifest: RankManifest, live: dict[str, Tensor]) -
 def _generate(meeting: _Meeting, folder: Path) -> dict[str, Any]:
     meeting.enter_world("replica", (1,))
     engine = VllmEngine(
-        EngineSettings(
-            model_path=str(folder),
+        make_settings(
+            str(folder),
             dtype="bfloat16",
-            tp=1,
             max_model_len=64,
             max_running_sequences=8,
             kv_cache_bytes=8 << 20,
-            seed=0,
-            enforce_eager=True,
-            prefix_caching=True,
             job="fp8",
             quantization=Quantization.FP8_BLOCK,
         )

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfi
 from megarl.contract import compare_manifest, first_difference, poison
 from megarl.ddma.engine import WeightSync
 from megarl.ddma.transports.collective import CollectiveTransport
-from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
+from megarl.rollout.vllm_engine import VllmEngine
 from megarl.world import timed_wait
 from megatron_bridge.io.hf import load_hf
 from megatron_bridge.layouts.megatron import megatron_manifest, megatron_side
@@ -33,6 +33,7 @@ from megatron_bridge.plan import plan
 from tests.dist.test_fp8_engine import _sample
 from tests.dist.test_real_engines import LATENT, SIZES, V3
 from tests.dist.test_step_across_layouts import _Meeting
+from tests.dist.vllm_cases import make_settings
 from tests.processes import run_ranks
 from tests.unit.megatron_bridge.oracle import vllm_tensors
 from tests.weights import differing, quantized_tensors
@@ -113,16 +114,13 @@ def _train(meeting: _Meeting, folder: Path, tp: int) -> None:
 def _start(path: Path, tp: int, *, load_weights: bool) -> VllmEngine:
     gc.freeze()  # vLLM collects garbage several times a start: 0.5 s for all that is imported
     return VllmEngine(
-        EngineSettings(
-            model_path=str(path),
+        make_settings(
+            str(path),
             dtype="bfloat16",
             tp=tp,
             max_model_len=64,
             max_running_sequences=8,
             kv_cache_bytes=8 << 20,
-            seed=0,
-            enforce_eager=True,
-            prefix_caching=True,
             job=path.name,
             quantization=BLOCKS,
             load_weights=load_weights,

@@ -40,7 +40,7 @@ from megarl.ddma.engine import WeightSync
 from megarl.ddma.export import HfExport, export_hf
 from megarl.ddma.transports.collective import CollectiveTransport
 from megarl.rollout.engine import SampleRequest
-from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
+from megarl.rollout.vllm_engine import VllmEngine
 from megarl.world import timed_wait
 from megatron_bridge.io.hf import load_hf
 from megatron_bridge.layouts.megatron import megatron_manifest, megatron_side
@@ -49,6 +49,7 @@ from megatron_bridge.models.families import load_spec
 from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
 from megatron_bridge.plan import plan
 from tests.dist.test_step_across_layouts import _Meeting, load_by_vllm
+from tests.dist.vllm_cases import make_settings
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -214,16 +215,12 @@ def _largest_error(samples: list, logprobs: Tensor, lengths: Tensor) -> float:
 def _start(path: Path, tp: int, *, load_weights: bool) -> VllmEngine:
     gc.freeze()  # vLLM collects garbage several times a start: 0.5 s for all that is imported
     return VllmEngine(
-        EngineSettings(
-            model_path=str(path),
-            dtype="float32",
+        make_settings(
+            str(path),
             tp=tp,
             max_model_len=64,
             max_running_sequences=8,
             kv_cache_bytes=8 << 20,
-            seed=0,
-            enforce_eager=True,
-            prefix_caching=True,
             job=f"{path.name}-{load_weights}",
             load_weights=load_weights,
         )

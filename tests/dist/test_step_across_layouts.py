@@ -24,7 +24,7 @@ from megarl.ddma.engine import WeightSync
 from megarl.ddma.transports.collective import CollectiveTransport
 from megarl.observe.trace import Tracer
 from megarl.rollout.engine import SampleRequest
-from megarl.rollout.vllm_engine import EngineSettings, VllmEngine
+from megarl.rollout.vllm_engine import VllmEngine
 from megarl.world import timed_wait
 from megatron_bridge.layouts.megatron import megatron_side
 from megatron_bridge.layouts.vllm import vllm_side
@@ -33,6 +33,7 @@ from megatron_bridge.parallel import GeneratorLayout, TrainerLayout
 from megatron_bridge.plan import plan
 from megatron_bridge.side import Side
 from tests.jobs import ROOT
+from tests.dist.vllm_cases import make_settings
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -163,16 +164,11 @@ def _generate(meeting: _Meeting, folder: str) -> dict[str, object]:
     meeting.enter_world(f"replica{replica[0]}", replica)
 
     engine = VllmEngine(
-        EngineSettings(
-            model_path=f"{folder}/model",
-            dtype="float32",
+        make_settings(
+            f"{folder}/model",
             tp=len(replica),
             max_model_len=64,
-            max_running_sequences=64,
             kv_cache_bytes=16 << 20,
-            seed=0,
-            enforce_eager=True,
-            prefix_caching=True,
             job=f"layouts-{meeting.store.port}-{replica[0]}",
             load_weights=True,
         )

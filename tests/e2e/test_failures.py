@@ -47,7 +47,7 @@ def endless_run(task: Task, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
 
 @pytest.mark.parametrize(
     ("rank", "label"),
-    [("0", "trainer.0"), ("2", "generator.0"), ("3", "reward.0")],
+    [("0", "trainer.0"), ("1", "trainer.1"), ("2", "generator.0"), ("3", "reward.0")],
 )
 def test_a_killed_rank_ends_the_job_and_is_named_with_its_waiters(
     endless_run: tuple[subprocess.Popen[str], Path], rank: str, label: str
