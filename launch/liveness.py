@@ -21,7 +21,7 @@ from megarl.progress import MISSED_SECONDS, Progress, Status
 
 _START_SECONDS = 600.0  # loading and compiling are slow once, however short a step is
 _DUMP_SECONDS = 3.0  # for a rank to write its stacks, once it runs
-_DUMP_QUIET_SECONDS = 0.3  # without a further line, it has written them
+_DUMP_QUIET_SECONDS = 0.5  # without a further line, it has written them
 _DUMP_BYTES = 16_000  # of each rank; the innermost frames come first
 _STATE_FILES = ("wchan", "syscall", "stack")
 
@@ -111,7 +111,7 @@ def stacks(ranks: LocalRanks, rank: int) -> list[str]:
     process, log = ranks.process_id(rank), ranks.log_path(rank)
     state = _state(process)
     before = log.stat().st_size
-    ranks.send_signal(rank, signal.SIGUSR2)  # pending while it is stopped
+    ranks.signal_main_thread(rank, signal.SIGUSR2)  # pending while it is stopped
     ranks.send_signal(rank, signal.SIGCONT)
     dumped = _appended(log, before)
     lines = [f"state of process {process} when found: {state[0]}", *dumped.splitlines()]

@@ -6,6 +6,7 @@ doing after one of them died. It imports torch for that while the ranks import t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -147,6 +148,18 @@ class LocalRanks:
     def send_signal(self, rank: int, number: signal.Signals) -> None:
         """Send ``rank`` a signal; nothing where it has ended."""
         self._children[rank].send_signal(number)
+
+    def signal_main_thread(self, rank: int, number: signal.Signals) -> None:
+        """Send ``rank`` a signal that no other of its threads may take, where the system can.
+
+        One sent to a stopped process is taken by whichever thread wakes first: a dump of stacks
+        by another thread reads the main thread's while it runs on.
+        """
+        if self.exit_code(rank) is None and sys.platform == "linux":
+            process = self._children[rank].pid
+            ctypes.CDLL(None).tgkill(process, process, int(number))
+        else:
+            self.send_signal(rank, number)
 
     def exit_code(self, rank: int) -> int | None:
         """Return how ``rank`` ended; None while it runs."""

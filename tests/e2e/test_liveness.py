@@ -71,6 +71,7 @@ def test_a_generator_that_stands_still_is_named_with_its_waiters_and_its_stacks(
         assert "channel" in peers, text
         stacks = text.split("stacks of rank 2 (generator.0):")[1]
         assert "T (stopped)" in stacks
+        assert "Current thread" in stacks, text  # the main thread wrote them itself
         assert "megarl/train.py" in stacks, text  # the foot of the main thread's stack
     _, alive = psutil.wait_procs(everything, timeout=10)
     assert not alive, "processes outlived the job"
