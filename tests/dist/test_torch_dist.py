@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+import queue
 from pathlib import Path
 
 import pytest
@@ -203,10 +204,13 @@ def _save_all(
     rank: int, size: int, folder: Path, out: Path, layout: TrainerLayout, names: list[str]
 ) -> None:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from megatron_bridge.layouts.megatron import megatron_manifest
     from megatron_bridge.runtime import setup
 
+    # Megatron's own is a server process, which would outlive this rank's end.
+    filesystem_async._results_queue = queue.Queue()
     models = torch.load(folder / "models.pt", weights_only=False)
     for name in names:
         held: Model = models[name]
