@@ -1,7 +1,8 @@
 """Balance sequences over data-parallel ranks and pack them into micro-batches.
 
-Called by the executors that make batches: `split` does both at once. Both hand out the longest sequence first, each to the emptiest part (Graham's LPT rule: the fullest part holds at most
-4/3 of the least possible), with ties broken by index, so that every rank computes the same.
+Called by the executors that make batches: `split` does both at once. Both hand out the longest
+sequence first, each to the emptiest part (Graham's LPT rule: the fullest part holds at most 4/3 of
+the least possible), with ties broken by index, so that every rank computes the same.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ def split(
     max_tokens: int,
     multiple_of: int = 1,
     num_updates: int = 1,
+    prompts: Sequence[int] | None = None,
 ) -> list[Part]:
     """Split a batch over updates, each over data-parallel ranks, and those into micro-batches.
 
     Updates have about equal tokens and do not depend on the number of ranks, nor do ranks of an
-    update differ much; all are cut into the same number of micro-batches.
+    update differ much; all are cut into the same number of micro-batches. Where ``prompts`` says
+    which sequences begin alike, a rank's are kept together in its micro-batches, if these fit.
 
     Raises:
         DataError: a sequence is longer than the budget.
@@ -47,6 +50,16 @@ def split(
             micro_batches([lengths[row] for row in rows], max_tokens, multiple_of=multiple_of)
             for rows in of_ranks
         ]
+        if prompts is not None:
+            packs = [
+                _together(
+                    [lengths[row] for row in rows],
+                    [prompts[row] for row in rows],
+                    max_tokens,
+                    found,
+                )
+                for rows, found in zip(of_ranks, packs, strict=True)
+            ]
         count = max(map(len, packs))
         for part, rows, found in zip(parts, of_ranks, packs, strict=True):
             first = len(part.rows)
@@ -55,6 +68,21 @@ def split(
             part.packs.extend([] for _ in range(count - len(found)))
             part.num_packs.append(count)
     return parts
+
+
+def _together(
+    lengths: Sequence[int], prompts: Sequence[int], max_tokens: int, packs: list[list[int]]
+) -> list[list[int]]:
+    """Return as many packs in which all of a prompt's sequences are together; else ``packs``."""
+    units: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        units.setdefault(prompt, []).append(index)
+    members = list(units.values())
+    sizes = [sum(lengths[index] for index in unit) for unit in members]
+    chosen = partition(sizes, len(packs))
+    if not all(pack and sum(sizes[unit] for unit in pack) <= max_tokens for pack in chosen):
+        return packs
+    return [[index for unit in pack for index in members[unit]] for pack in chosen]
 
 
 def partition(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

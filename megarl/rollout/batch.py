@@ -97,7 +97,7 @@ def split_batch(scored: Scored, config: RunConfig) -> list[TrainBatch]:
     """Return one part for each data-parallel rank, of as many updates as a batch is to have.
 
     Ranks and updates are balanced by tokens; in an update all ranks have as many micro-batches.
-    Samples of a prompt may go apart: their advantages are known.
+    Samples of a prompt may go to several ranks and updates: their advantages are known.
     """
     rollouts, algorithm = scored.rollouts, config.algorithm
     advantages_B = group_advantages(
@@ -106,7 +106,8 @@ def split_batch(scored: Scored, config: RunConfig) -> list[TrainBatch]:
     lengths = rollouts.lengths.tolist()
     trainer, layout = config.trainer, config.trainer.layout
     budget, updates = trainer.max_tokens_per_micro_batch, trainer.updates_per_batch
-    parts = split(lengths, layout.dp, budget, layout.micro_batch_multiple, updates)
+    prompts = rollouts.prompt_ids.tolist()
+    parts = split(lengths, layout.dp, budget, layout.micro_batch_multiple, updates, prompts)
     mask_cut = config.rollout.overlong is Overlong.MASK
     return [_train_batch(rollouts, advantages_B, part, mask_cut) for part in parts]
 

@@ -3,8 +3,8 @@
 Part of the local layer spec (`model`), which serves CPUs and GPUs without Transformer Engine.
 Sequences of similar lengths are laid side by side in a padded batch and go through torch's
 scaled-dot-product attention; no [T, T] mask is ever made. `PackedSequences` carries what all
-layers of one micro-batch share. Rotary embedding happens in the padded batch, where a token's
-column is its position: Megatron's own for packed input loops over sequences in every layer.
+layers of one micro-batch share. Rotary embedding happens here too: Megatron's own for packed input
+loops over sequences in every layer.
 """
 
 from __future__ import annotations
@@ -22,27 +22,37 @@ from torch import Tensor
 class PackedSequences(PackedSeqParams):
     """Megatron's description of packed (THD) input, with the padded batches of its sequences."""
 
-    batches: list[Tensor] = field(default_factory=list)  # [B_i, S_i] packed position of each slot
-    slots: Tensor | None = None  # [T] slot of each token in the concatenated batches
-    cosines: Tensor | None = None  # [longest, 1, d]
-    sines: Tensor | None = None  # [longest, 1, d], negative in the first half of d
+    batches: list[Tensor] = field(default_factory=list)  # [B_i, S_i] place of each slot
+    slots: Tensor | None = None  # [P] a slot of each place in the concatenated batches
+    cosines: Tensor | None = None  # [P, 1, d]
+    sines: Tensor | None = None  # [P, 1, d], negative in the first half of d
 
 
-def pack(lengths: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> PackedSequences:
+def pack(
+    lengths: Tensor,
+    inverse_frequencies: Tensor,
+    dtype: torch.dtype,
+    places: Tensor | None = None,
+) -> PackedSequences:
     """Describe sequences of these lengths [B] packed back to back.
 
     Args:
         lengths: [B] int64, on the CPU.
         inverse_frequencies: [d/2] float32, of the rotary embedding, on the model's device.
         dtype: of queries and keys.
+        places: [T] int64, where each token is found, if sequences share some; then the bounds that
+            Megatron's description holds say nothing of places.
     """
     device = inverse_frequencies.device
     ends = lengths.cumsum(0)
     bounds = torch.cat([ends.new_zeros(1), ends]).to(torch.int32).to(device)
     longest = int(lengths.max())
     batches, slots = padded_batches(lengths)
-    positions = torch.arange(_rounded(longest), device=device).float()
-    angles = torch.outer(positions, inverse_frequencies)
+    positions = torch.arange(int(ends[-1])) - (ends - lengths).repeat_interleave(lengths)
+    if places is not None:
+        batches = [places[batch] for batch in batches]
+        slots, positions = _smallest(places, slots), _smallest(places, positions)
+    angles = torch.outer(positions.to(device).float(), inverse_frequencies)
     cosines, sines = angles.cos(), angles.sin()
     return PackedSequences(
         qkv_format="thd",
@@ -55,6 +65,12 @@ def pack(lengths: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> Pa
         cosines=torch.cat([cosines, cosines], dim=1)[:, None].to(dtype),
         sines=torch.cat([-sines, sines], dim=1)[:, None].to(dtype),
     )
+
+
+def _smallest(places: Tensor, values: Tensor) -> Tensor:
+    """Return for each place the smallest of its tokens' values [T]."""
+    found = values.new_empty(int(places.max()) + 1)
+    return found.scatter_reduce_(0, places, values, "amin", include_self=False)
 
 
 def _rounded(size: int) -> int:
@@ -131,34 +147,24 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         packed = packed_seq_params
         assert packed.slots is not None, "made by pack()"
-        outputs = [self._attend(query, key, value, packed, batch) for batch in packed.batches]
+        if not self.config.multi_latent_attention:
+            rotation = packed.cosines, packed.sines
+            query, key = (_Rotate.apply(x, *rotation) for x in (query, key))  # pyright: ignore
+        outputs = [self._attend(query, key, value, batch) for batch in packed.batches]
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat.index_select(0, packed.slots)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, batch: Tensor
-    ) -> Tensor:
-        num_sequences, size = batch.shape
-        positions = batch.flatten()
-        assert packed.cosines is not None
-        assert packed.sines is not None
-        rotation = packed.cosines[:size], packed.sines[:size]
-
-        def laid_out(tensor: Tensor) -> Tensor:
-            chosen = tensor.index_select(0, positions)
-            return chosen.view(num_sequences, size, *tensor.shape[1:])
-
-        def rotated(tensor: Tensor) -> Tensor:
-            if self.config.multi_latent_attention:
-                return tensor
-            return _Rotate.apply(tensor, *rotation)  # pyright: ignore
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, batch: Tensor) -> Tensor:
+        def laid_out(tensor: Tensor) -> Tensor:  # [B_i, heads, S_i, size]
+            chosen = tensor.index_select(0, batch.flatten())
+            return chosen.view(*batch.shape, *tensor.shape[1:]).transpose(1, 2)
 
         context = torch.nn.functional.scaled_dot_product_attention(
-            rotated(laid_out(query)).transpose(1, 2),
-            rotated(laid_out(key)).transpose(1, 2),
-            laid_out(value).transpose(1, 2),
+            laid_out(query),
+            laid_out(key),
+            laid_out(value),
             is_causal=True,
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return context.transpose(1, 2).reshape(num_sequences * size, -1)
+        return context.transpose(1, 2).reshape(batch.numel(), -1)

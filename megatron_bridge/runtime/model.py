@@ -29,7 +29,7 @@ from megatron_bridge.runtime.architecture import (
 )
 from megatron_bridge.runtime.attention import PackedSequences, pack
 from megatron_bridge.runtime.batch import MicroBatch, TokenOutputs
-from megatron_bridge.runtime.context import TokenLayout, lay_out
+from megatron_bridge.runtime.context import TokenLayout, lay_out, share
 from megatron_bridge.runtime.logprobs import token_logprobs_and_entropy
 from megatron_bridge.runtime.setup import device
 from megatron_bridge.spec import ModelSpec
@@ -58,14 +58,15 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Input:
-    """A micro-batch as the model takes it: padded and divided, on the device."""
+    """A micro-batch as the model takes it: shared, or padded and divided; on the device."""
 
-    tokens: Tensor  # [1, T'] int64
-    targets: Tensor  # [T'] int64, the token after each
+    tokens: Tensor  # [1, P] int64
     layout: TokenLayout
     packed: PackedSequences
     micro_batch: MicroBatch | None  # None: fills an interleaved schedule, has no loss
-    rows: Tensor | None  # [R] int64, places whose next token has a loss; None: logits of all
+    targets: Tensor  # [R] int64, a token to be judged by the logits of each row
+    rows: Tensor | None  # [R] int64, place before each; None: all P in order, divided over ranks
+    judged: Tensor | None  # [R] int64, where in the micro-batch each of them is
 
 
 class MegatronModel:
@@ -181,35 +182,45 @@ class MegatronModel:
             lengths, tokens = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         else:
             lengths, tokens = micro_batch.lengths.cpu(), micro_batch.tokens.cpu()
-        token_layout = lay_out(lengths, self.layout, self.groups.cp.rank())
-        held, following = token_layout.spread(tokens)
+        divided = self.layout.sequence_parallel or self.layout.cp > 1
+        # Transformer Engine's attention and latent attention's rotary embedding go by bounds.
+        if divided or uses_te() or self.spec.mla:
+            token_layout, places = lay_out(lengths, self.layout, self.groups.cp.rank()), None
+        else:
+            token_layout = share(lengths, tokens)
+            places = token_layout.places
+        held, targets = token_layout.spread(tokens)
+        rows = judged = None
+        if not divided:  # else the head's own gathering needs all tokens
+            judged = self._judged(micro_batch, token_layout, plan)
+            rows = token_layout.places[(judged - 1).clamp(min=0)].to(device())
+            targets, judged = tokens[judged], judged.to(device())
+        frequencies, dtype = self._inverse_frequencies, self.config.params_dtype
         return _Input(
             tokens=held[None].to(device()),
-            targets=following.to(device()),
             layout=token_layout,
-            packed=pack(token_layout.lengths, self._inverse_frequencies, self.config.params_dtype),
+            packed=pack(token_layout.lengths, frequencies, dtype, places),
             micro_batch=micro_batch,
-            rows=self._rows_of(micro_batch, token_layout, plan),
+            targets=targets.to(device()),
+            rows=rows,
+            judged=judged,
         )
 
-    def _rows_of(
-        self, micro_batch: MicroBatch | None, token_layout: TokenLayout, plan: Pass
-    ) -> Tensor | None:
-        """Leave a prompt's tokens out of the head and the softmax, which are much of a small model.
+    @staticmethod
+    def _judged(micro_batch: MicroBatch | None, layout: TokenLayout, plan: Pass) -> Tensor:
+        """Return which tokens [R] get a log-probability, one at least.
 
-        Not where tokens are divided over ranks: the head's own gathering then needs them all.
+        In training a prompt's do not: the head and the softmax are much of a small model.
         """
-        divided = self.layout.sequence_parallel or self.layout.cp > 1
-        if micro_batch is None or plan.forward_only or divided:
-            return None
-        mask = micro_batch.columns.get("loss_mask")
-        if mask is None:
-            return None
-        (rows,) = ((mask.cpu() > 0) & ~token_layout.first).nonzero(as_tuple=True)
-        return (rows - 1 if len(rows) else rows.new_zeros(1)).to(device())
+        wanted = ~layout.first
+        if micro_batch is not None and not plan.forward_only:
+            mask = micro_batch.columns.get("loss_mask")
+            wanted = wanted if mask is None else wanted & (mask.cpu() > 0)
+        (judged,) = wanted.nonzero(as_tuple=True)
+        return judged if len(judged) else judged.new_zeros(1)
 
     def _keep_rows(self, head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Hand the head [R, 1, H] of its [T, 1, H]."""
+        """Hand the head [R, 1, H] of its [P, 1, H]."""
         hidden, *others = inputs
         return (hidden if self._rows is None else hidden.index_select(0, self._rows), *others)
 
@@ -241,16 +252,16 @@ class MegatronModel:
         return None if non_loss_data else (outputs.logprobs.sum() * 0, no_tokens, None)
 
     def _token_outputs(self, logits: Tensor, item: _Input, plan: Pass) -> TokenOutputs:
-        groups, rows = self.groups, item.rows
-        targets = item.targets if rows is None else item.targets.index_select(0, rows)
+        groups, judged = self.groups, item.judged
         logprobs, entropy = token_logprobs_and_entropy(
-            logits, targets, plan.temperature, groups.tp, self.spec.vocab_size
+            logits, item.targets, plan.temperature, groups.tp, self.spec.vocab_size
         )
 
         def of_tokens(values: Tensor) -> Tensor:
-            if rows is not None:
-                values = values.new_zeros(len(item.targets)).index_copy(0, rows, values)
-            return item.layout.of_tokens(values, groups.cp)
+            if judged is None:
+                return item.layout.of_tokens(values, groups.cp)
+            first = item.layout.first.to(values.device)
+            return values.new_zeros(len(first)).index_copy(0, judged, values).masked_fill(first, 0)
 
         return TokenOutputs(
             logprobs=of_tokens(logprobs), entropy=of_tokens(entropy) if plan.entropy else None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import micro_batches, partition
+from megarl.data.packing import micro_batches, partition, split
 from megarl.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=40)
@@ -75,3 +75,30 @@ def test_what_cannot_fit_is_refused() -> None:
         micro_batches([6, 6], 10, count=1)
     with pytest.raises(ValueError, match="count 3"):
         micro_batches([6, 6], 10, multiple_of=2, count=3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 100), st.integers(0, 5)), min_size=1, max_size=40),
+    st.integers(100, 900),
+    st.integers(1, 3),
+    st.integers(1, 2),
+)
+def test_a_prompts_sequences_stay_together_where_they_fit(
+    rows: list[tuple[int, int]], max_tokens: int, num_parts: int, num_updates: int
+) -> None:
+    lengths, prompts = [length for length, _ in rows], [prompt for _, prompt in rows]
+    apart = split(lengths, num_parts, max_tokens, 1, num_updates)
+    parts = split(lengths, num_parts, max_tokens, 1, num_updates, prompts)
+    for part, alone in zip(parts, apart, strict=True):
+        assert (part.rows, part.num_packs) == (alone.rows, alone.num_packs)
+        assert sorted(itertools.chain(*part.packs)) == list(range(len(part.rows)))
+        for pack in part.packs:
+            assert sum(lengths[part.rows[index]] for index in pack) <= max_tokens
+
+
+def test_a_prompts_sequences_go_apart_only_where_they_must() -> None:
+    (part,) = split([4] * 8, 1, 16, prompts=[0, 1, 0, 1, 0, 1, 0, 1])
+    assert part.packs == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    (part,) = split([4] * 8, 1, 16, prompts=[0, 0, 0, 0, 0, 0, 1, 1])  # 24 and 8 tokens
+    assert part.packs == [[0, 2, 4, 6], [1, 3, 5, 7]]

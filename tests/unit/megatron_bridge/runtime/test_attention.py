@@ -63,6 +63,39 @@ def test_packed_attention_equals_each_sequence_alone(lengths: list[int], seed: i
         torch.testing.assert_close(ours.grad, theirs.grad.float(), atol=1e-5, rtol=1e-4)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(5, 40), min_size=2, max_size=5), st.integers(1, 5))
+def test_shared_places_serve_each_of_their_sequences(lengths: list[int], common: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    own = [length - common for length in lengths]
+    shared = torch.arange(common)
+    starts = common + torch.tensor([0, *own[:-1]]).cumsum(0)
+    places = [
+        torch.cat([shared, torch.arange(start, start + size)])
+        for start, size in zip(starts.tolist(), own, strict=True)
+    ]
+    total = common + sum(own)
+    inputs = [
+        torch.randn(total, heads, SIZE, generator=generator).requires_grad_()
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    upstream = torch.randn(total, HEADS * SIZE, generator=generator)
+    attention = PackedAttention(SimpleNamespace(multi_latent_attention=False))  # pyright: ignore
+    packed = pack(torch.tensor(lengths), _frequencies(), torch.float32, torch.cat(places))
+    found = attention(*inputs, None, packed_seq_params=packed)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    expected = torch.empty(total, HEADS * SIZE, dtype=torch.float64)
+    for place in places:
+        expected = expected.index_copy(0, place, _alone(*(x[place] for x in doubles)))
+    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-4)
+    found.backward(upstream)
+    expected.backward(upstream.double())
+    for ours, theirs in zip(inputs, doubles, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad.float(), atol=1e-5, rtol=1e-4)
+
+
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30))
 def test_padding_is_bounded_and_every_token_has_its_slot(lengths: list[int]) -> None:
     batches, slots = padded_batches(torch.tensor(lengths))

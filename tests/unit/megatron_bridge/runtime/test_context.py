@@ -1,4 +1,4 @@
-"""Padding and division of tokens; context parallelism's arithmetic, which no CPU runs whole."""
+"""Sharing, padding and division of tokens; context parallelism's arithmetic, which no CPU runs whole."""
 
 from __future__ import annotations
 
@@ -8,10 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_bridge.parallel import TrainerLayout
-from megatron_bridge.runtime.context import lay_out
+from megatron_bridge.runtime.context import lay_out, share
 from tests.processes import run_ranks
 
 _lengths = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=8))
+def test_neighbours_share_their_common_beginning_and_nothing_else(rows: list[list[int]]) -> None:
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.tensor([token for row in rows for token in row])
+    found = share(lengths, tokens)
+    parts = [part.tolist() for part in found.places.split(lengths.tolist())]
+    taken: set[int] = set()
+    for number, (row, places) in enumerate(zip(rows, parts, strict=True)):
+        common = 0
+        if number:
+            before = rows[number - 1]
+            while common < min(len(row), len(before)) and row[common] == before[common]:
+                common += 1
+            assert places[:common] == parts[number - 1][:common]
+        own = places[common:]
+        assert len(set(own)) == len(own)
+        assert taken.isdisjoint(own)
+        taken.update(own)
+    assert taken == set(range(found.num_places))
+    held, _ = found.spread(tokens)
+    assert torch.equal(held[found.places], tokens)
 
 
 @given(_lengths, st.sampled_from([1, 2, 4]))
