@@ -174,7 +174,9 @@ def _make_executor(
                 global_rank=world.rank,
                 layout=layout,
             )
-            replica = Replica(manifest=manifest, client=RequestClient(world))
+            replica = Replica(
+                manifest=manifest, client=RequestClient(world), has_arrived=world.has_arrived
+            )
             engine = partial(make_engine, rank, load_weights=False)
             return GeneratorExecutor(config, start, replica, engine, tracer)
         case _:

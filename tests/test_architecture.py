@@ -42,6 +42,7 @@ RUNTIME = ("megatron_bridge/runtime/",)
 ENGINE = (
     "megarl/rollout/vllm_engine.py",
     "megarl/rollout/vllm_worker.py",
+    "megarl/rollout/vllm_kernels.py",
     "megarl/rollout/vllm_scheduler.py",
     "megarl/rollout/vllm_fp8.py",
 )

@@ -27,7 +27,7 @@ from megarl.check import Command, topology_of
 from megarl.checkpoint import StartPoint
 from megarl.config import RunConfig
 from megarl.config_file import load_config
-from megarl.executors.generator import silence
+from megarl.executors.generator import Pace
 from megarl.rollout.engine import Engine, Sample
 from megarl.rollout.messages import State, pack_samples, unpack_work
 from megarl.topology import GENERATOR, REWARD, TRAINER
@@ -69,14 +69,14 @@ class _Generator:
         return self.series
 
     def _decode(self) -> State:
-        state, due = self._report(), 0.0
+        state, pace = self._report(), Pace(lambda: False)
         while state is State.GO and self._engine.num_unfinished:
             began = time.monotonic()
             self._unreported += self._engine.step()
             stepped = time.monotonic()
-            if self._client.agree(stepped >= due):
-                state, ended = self._report(), time.monotonic()
-                due = ended + silence(ended - stepped)
+            if self._client.agree(pace.is_due(stepped)):
+                state = self._report()
+                pace.reported(stepped, time.monotonic())
             self.series[-1].seconds.append(time.monotonic() - began)
         return state
 

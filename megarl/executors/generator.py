@@ -32,14 +32,32 @@ from megatron_bridge.spec import RankManifest
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two reports, which bring news of the tick's end: at least and at most; between
-# them reports take a twentieth of the time.
-_SHORTEST_SILENCE, _LONGEST_SILENCE, _REPORT_SHARE = 0.02, 0.1, 0.05
+_LOOK_SECONDS = 0.02  # how often a decoding rank looks whether the trainer has arrived
+# Of the time, what reports take; and the longest from one to the next. The second of each is for
+# when the trainer stands at the boundary, since a report brings word of the tick's end.
+_REPORT_SHARES, _LONGEST_SILENCES = (0.02, 0.05), (0.2, 0.1)
 
 
-def silence(report_seconds: float) -> float:
-    """Return the seconds from a report, which took so long, to the next one."""
-    return min(max(report_seconds / _REPORT_SHARE, _SHORTEST_SILENCE), _LONGEST_SILENCE)
+class Pace:
+    """When a decoding replica is to report."""
+
+    def __init__(self, has_arrived: Callable[[], bool]):
+        """``has_arrived`` says whether the trainer stands at the end of this tick."""
+        self._has_arrived = has_arrived
+        self._arrived = False
+        self._due = self._look = 0.0
+
+    def is_due(self, now: float) -> bool:
+        if not self._arrived and now >= self._look:
+            self._look = now + _LOOK_SECONDS
+            self._arrived = self._has_arrived()
+            if self._arrived:
+                return True
+        return now >= self._due
+
+    def reported(self, began: float, ended: float) -> None:
+        share, longest = _REPORT_SHARES[self._arrived], _LONGEST_SILENCES[self._arrived]
+        self._due = ended + min((ended - began) / share, longest)
 
 
 class Client(Protocol):
@@ -55,6 +73,7 @@ class Replica:
 
     manifest: RankManifest  # what this rank of it must hold
     client: Client
+    has_arrived: Callable[[int], bool]  # whether the trainer stands at the head of a tick
 
 
 class GeneratorExecutor(Executor):
@@ -156,13 +175,13 @@ class GeneratorExecutor(Executor):
 
     def _decode(self) -> State:
         """Decode and report until nothing is unfinished or the orders end the tick."""
-        state, due = State.GO, 0.0
+        state, pace = State.GO, Pace(lambda: self._replica.has_arrived(self._tick + 1))
         while state is State.GO and self._engine().num_unfinished:
             self._unreported += self._engine().step()
             began = time.monotonic()
-            if self._replica.client.agree(began >= due):
-                state, ended = self._report(), time.monotonic()
-                due = ended + silence(ended - began)
+            if self._replica.client.agree(pace.is_due(began)):
+                state = self._report()
+                pace.reported(began, time.monotonic())
         return self._report() if state is State.GO and self._unreported else state
 
     def _report(self) -> State:

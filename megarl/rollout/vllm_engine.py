@@ -334,8 +334,9 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from megarl.rollout.vllm_fp8 import quantization_overrides
+    from megarl.rollout.vllm_kernels import cpu_kernels
     from megarl.rollout.vllm_scheduler import DecodeScheduler
-    from megarl.rollout.vllm_worker import GlooExecutor, cpu_kernels
+    from megarl.rollout.vllm_worker import GlooExecutor
 
     arguments = EngineArgs(
         model=settings.model_path,
@@ -359,9 +360,9 @@ def _build(settings: EngineSettings, on_gpu: bool) -> LLMEngine:
         async_scheduling=False,  # a step returns its own tokens, so a commit has none in flight
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        compilation_config={} if on_gpu else {"custom_ops": cpu_kernels(settings.model_path)},  # type: ignore
         # other kernels swap or shuffle the rows of experts, which would arrive in another order
         moe_backend="triton" if on_gpu else "auto",
+        **({} if on_gpu else cpu_kernels(settings.model_path)),
     )
     return LLMEngine.from_engine_args(arguments)
 

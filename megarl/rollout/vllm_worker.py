@@ -6,11 +6,9 @@ since importing it imports vLLM. On GPUs only what concerns process groups is us
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,12 +87,6 @@ def keep_cpu_weights_live() -> None:
     CPUUnquantizedExperts.process_weights_after_loading = _leave_experts_unpacked
     CPUUnquantizedExperts.apply = _apply_unpacked_experts  # pyright: ignore
     keep_fp8_weights_live(_apply_unpacked_experts)
-
-
-def cpu_kernels(model_path: str) -> list[str]:
-    """Return vLLM's `custom_ops`: the CPU build rotates latent attention's queries wrongly."""
-    config = json.loads((Path(model_path) / "config.json").read_text())
-    return ["-rotary_embedding"] if config.get("kv_lora_rank") else []
 
 
 def transformed_layers(model: torch.nn.Module) -> dict[str, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.checkpoint import StartPoint
 from megarl.config import RunConfig
 from megarl.errors import ChannelError
-from megarl.executors.generator import GeneratorExecutor, Replica
+from megarl.executors.generator import GeneratorExecutor, Pace, Replica
 from megarl.observe.trace import Tracer
 from megarl.rollout.engine import Engine, Sample, SampleRequest
 from megarl.rollout.messages import State, Work, pack_work, unpack_samples
@@ -105,7 +105,9 @@ def _make_executor(client: _FakeClient, engine: _FakeEngine) -> GeneratorExecuto
     executor = GeneratorExecutor(
         RunConfig(),
         StartPoint(step=6, trainer_folder=Path("nowhere")),  # so that no checkpoint is compared
-        Replica(manifest=RankManifest(rank=0, params=()), client=client),
+        Replica(
+            manifest=RankManifest(rank=0, params=()), client=client, has_arrived=lambda tick: False
+        ),
         lambda: engine,
         Tracer("generator", 0),
     )
@@ -153,3 +155,21 @@ def test_orders_that_break_off_a_hand_over_are_refused() -> None:
     client = _FakeClient(Work(state=State.HAND_OVER), Work(state=State.GO))
     with pytest.raises(ChannelError, match="after handing over the orders say GO"):
         _make_executor(client, _FakeEngine()).step()
+
+
+def test_reports_are_rare_until_the_trainer_stands_at_the_boundary() -> None:
+    arrived: list[bool] = []
+    pace = Pace(lambda: bool(arrived))
+    assert pace.is_due(10.0)
+    pace.reported(10.0, 10.002)  # a fiftieth of the time
+    assert not pace.is_due(10.1)
+    assert pace.is_due(10.103)
+    pace.reported(11.0, 13.0)  # however long one took
+    assert not pace.is_due(13.19)
+    assert pace.is_due(13.21)
+    pace.reported(13.3, 13.4)
+    arrived.append(True)
+    assert pace.is_due(13.45)  # at once
+    pace.reported(13.45, 13.452)  # then a twentieth, since the tick may go on
+    assert not pace.is_due(13.48)
+    assert pace.is_due(13.493)
