@@ -259,6 +259,12 @@ def _validate_colocated(config: RunConfig) -> None:
         generator,
         f"of {trainer} ranks, as the trainer's, for placement=colocated: each rank is both",
     )
+    _require(
+        config.generator.enforce_eager,
+        "generator.enforce_eager",
+        False,
+        "true for placement=colocated: CUDA graphs would not find the KV cache of an engine that slept",
+    )
 
 
 def _validate_schedule(config: RunConfig) -> None:

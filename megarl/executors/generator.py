@@ -170,6 +170,8 @@ class GeneratorExecutor(Executor):
                     state = self._report()  # answered when there is something to do
         if state is State.HAND_OVER:
             self._hand_over()
+        if self._config.is_colocated:
+            self._engine().sleep()  # the next tick's commit wakes it
         self._metrics = self._step_metrics(time.monotonic() - began) | self._contract
         self._contract = {}
 

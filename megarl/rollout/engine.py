@@ -153,6 +153,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def sleep(self) -> None:
+        """Give the KV cache's memory back until the next `commit`; nothing is sampled meanwhile.
+
+        Unfinished requests stay; their prefixes are computed anew.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Release the engine; torch's default process group stays. A second call does nothing."""
 

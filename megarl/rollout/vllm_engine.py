@@ -91,28 +91,23 @@ class VllmEngine(Engine):
         _check_world(settings)
         on_gpu = torch.cuda.is_available()
         set_environment(on_gpu)
-        from megarl.rollout.vllm_worker import (
-            StatelessSampler,
-            drop_message_queue,
-            keep_cpu_weights_live,
-            keep_default_group,
-            own_random_state,
-        )
+        from megarl.rollout import vllm_worker as worker
 
         self._job, self._on_gpu = settings.job, on_gpu
         self._partials: dict[str, _Partial] = {}
         self._seeds: dict[str, int] = {}
         self._version = self._commits = self._recomputed_tokens = 0
         self._keep_kv = settings.partial_kv is PartialKv.KEEP
-        keep_default_group()
+        worker.keep_default_group()
         if not on_gpu:
-            keep_cpu_weights_live()
-        with own_random_state():
+            worker.keep_cpu_weights_live()
+        with worker.own_random_state():
             self._llm = _build(settings, on_gpu)
         self._core: Any = self._llm.engine_core
         self._scheduled: dict[str, Any] = self._core.engine_core.scheduler.requests
         runner = self._llm.model_executor.driver_worker.worker.model_runner
         self._model: torch.nn.Module = runner.model
+        self._cache = worker.CacheMemory(runner.kv_caches)
         # Latent attention multiplies by matrices made of its kv_b_proj, anew at each commit.
         self._latent: list[tuple[str, Any]] = [
             (name, layer)
@@ -121,9 +116,9 @@ class VllmEngine(Engine):
         ]
         self._max_model_len = settings.max_model_len
         self._vocab_size = self._llm.model_config.get_vocab_size()
-        drop_message_queue()
+        worker.drop_message_queue()
         if not on_gpu:
-            runner.sampler.topk_topp_sampler.forward = StatelessSampler(runner, self._seeds)
+            runner.sampler.topk_topp_sampler.forward = worker.StatelessSampler(runner, self._seeds)
         self._state = _State.COMMITTED if settings.load_weights else _State.POISONED
 
     def parameters(self) -> dict[str, Tensor]:
@@ -149,15 +144,13 @@ class VllmEngine(Engine):
 
     def commit(self, version: int) -> None:
         self._require_open()
+        self._cache.restore()
         for _, attention in self._latent:
             attention.process_weights_after_loading(self._llm.model_config.dtype)
         self._commits += 1
         if self._keep_kv:
             self._leave_blocks(version)
         else:
-            self._recomputed_tokens += sum(
-                request.num_computed_tokens for request in self._scheduled.values()
-            )
             self._reset_blocks(version)
         self._version = version
         self._state = _State.COMMITTED
@@ -176,6 +169,7 @@ class VllmEngine(Engine):
 
     def _reset_blocks(self, version: int) -> None:
         """Empty the prefix cache; what still runs is preempted and prefilled again."""
+        self._recomputed_tokens += sum(r.num_computed_tokens for r in self._scheduled.values())
         if not self._core.reset_prefix_cache(reset_running_requests=True):
             raise WeightSyncError(
                 f"{self._job}: cannot commit version {version}: vLLM's prefix cache was not reset"
@@ -240,13 +234,18 @@ class VllmEngine(Engine):
         for name in set(names):
             del self._partials[name], self._seeds[name]
 
+    def sleep(self) -> None:
+        self.poison()
+        self._reset_blocks(self._version)
+        self._cache.release()
+
     def close(self) -> None:
         if self._state is _State.CLOSED:
             return
         self._state = _State.CLOSED
         self._partials.clear()
         self._core.shutdown()
-        del self._llm, self._core, self._scheduled, self._model, self._latent
+        del self._llm, self._core, self._scheduled, self._model, self._latent, self._cache
 
     def _require_open(self) -> None:
         if self._state is _State.CLOSED:

@@ -7,7 +7,7 @@ since importing it imports vLLM. On GPUs only what concerns process groups is us
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +196,33 @@ class StatelessSampler:
         tokens = torch.searchsorted(sums, drawn, right=True)
         # a row of NaN has no parts: its log-probability is NaN, which the engine refuses
         return tokens[:, 0].clamp(max=logits.shape[1] - 1), logprobs
+
+
+class CacheMemory:
+    """The memory of a KV cache, which an engine asleep does without.
+
+    Its tensors stay where they are known; CUDA graphs would remember where their memory was.
+    """
+
+    def __init__(self, caches: Iterable[Tensor]):
+        whole = {cache.untyped_storage().data_ptr(): cache for cache in caches}
+        self._storages = [cache.untyped_storage() for cache in whole.values()]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def release(self) -> None:
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Take it again, zeroed: kernels multiply what is in a block's unused slots by zero."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            if not storage.nbytes():
+                storage.resize_(size)
+                storage.fill_(0)  # pyright: ignore
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

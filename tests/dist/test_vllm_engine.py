@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megarl.rollout.engine import sample_all
 from megarl.rollout.vllm_engine import VllmEngine
 from tests.dist.vllm_cases import (
     EOS,
@@ -121,6 +122,14 @@ def _limits(engine: VllmEngine, seen: dict[str, Any]) -> None:
     )
 
 
+def _held(engine: VllmEngine) -> int:
+    return sum(cache.untyped_storage().nbytes() for cache in _caches(engine))
+
+
+def _caches(engine: VllmEngine) -> list[torch.Tensor]:
+    return engine._llm.model_executor.driver_worker.worker.model_runner.kv_caches  # pyright: ignore
+
+
 def _updates(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
     """Change every weight (the tied embedding too) with and without a commit."""
     long = make_requests(make_prompts(1, 300, seed=4), max_tokens=4)
@@ -142,6 +151,15 @@ def _updates(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:
         model.model.embed_tokens.weight.mul_(1.5)
     engine.commit(3)
     seen["tied error"] = largest_error(model, short, run(engine, short))
+
+    engine.add(short)
+    samples = engine.step()
+    engine.sleep()
+    seen["asleep bytes"], seen["step while asleep"] = _held(engine), refusal(engine.step)
+    engine.commit(3)
+    seen["awake bytes"] = _held(engine)
+    samples += sample_all(engine, [])
+    seen["slept error"] = largest_error(model, short, {s.request_id: s for s in samples})
 
     engine.poison()
     engine.parameters()["model.norm.weight"].fill_(float("nan"))
@@ -214,6 +232,13 @@ def test_weights_written_in_place_take_effect_and_commit_drops_stale_prefixes(
     assert seen["committed error"] < 1e-4
     assert set(seen["committed versions"]) == {2}
     assert seen["tied error"] < 1e-4
+
+
+def test_an_engine_asleep_holds_no_cache_and_goes_on_where_it_was(seen: dict[str, Any]) -> None:
+    assert seen["asleep bytes"] == 0
+    assert seen["awake bytes"] > 0
+    assert "commit" in seen["step while asleep"]
+    assert seen["slept error"] < 1e-4
 
 
 def test_an_abort_of_an_unknown_id_drops_nothing(seen: dict[str, Any]) -> None:

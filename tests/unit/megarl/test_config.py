@@ -92,6 +92,8 @@ def test_colocated_executors_take_turns_and_have_the_same_ranks(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"generator\.layout must be .* 4 ranks.* got 1$"):
         load_config(path, ("mode=sync",))
     layout = ("generator.layout.tp=2", "generator.layout.replicas=2")
+    with pytest.raises(ConfigError, match=r"enforce_eager must be true for placement=colocated"):
+        load_config(path, ("mode=sync", "generator.enforce_eager=false", *layout))
     config = load_config(path, ("max_staleness=0", *layout))
     assert (config.first_generator_rank, config.num_engine_ranks) == (0, 4)
     separate = load_config(path, ("placement=separate", *layout))

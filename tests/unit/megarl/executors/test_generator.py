@@ -71,6 +71,8 @@ class _FakeEngine(Engine):
         for request_id in request_ids:
             del self.running[request_id]
 
+    def sleep(self) -> None: ...
+
     def close(self) -> None: ...
 
 
