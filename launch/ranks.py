@@ -150,16 +150,16 @@ class LocalRanks:
         self._children[rank].send_signal(number)
 
     def signal_main_thread(self, rank: int, number: signal.Signals) -> None:
-        """Send ``rank`` a signal that no other of its threads may take, where the system can.
+        """Send ``rank`` a signal that no other of its threads may take, where the C library can.
 
         One sent to a stopped process is taken by whichever thread wakes first: a dump of stacks
         by another thread reads the main thread's while it runs on.
         """
-        if self.exit_code(rank) is None and sys.platform == "linux":
-            process = self._children[rank].pid
-            ctypes.CDLL(None).tgkill(process, process, int(number))
-        else:
+        library, process = ctypes.CDLL(None), self._children[rank].pid
+        if not hasattr(library, "tgkill"):  # glibc before 2.30, musl
             self.send_signal(rank, number)
+        elif self.exit_code(rank) is None:
+            library.tgkill(process, process, int(number))
 
     def exit_code(self, rank: int) -> int | None:
         """Return how ``rank`` ended; None while it runs."""

@@ -209,10 +209,6 @@ class CacheMemory:
         self._storages = [cache.untyped_storage() for cache in whole.values()]
         self._sizes = [storage.nbytes() for storage in self._storages]
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages)
-
     def release(self) -> None:
         for storage in self._storages:
             storage.resize_(0)

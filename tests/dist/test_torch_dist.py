@@ -6,8 +6,8 @@ Models are transformers' own, saved by it; logits of Megatron's model must be th
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 import queue
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest

@@ -123,11 +123,8 @@ def _limits(engine: VllmEngine, seen: dict[str, Any]) -> None:
 
 
 def _held(engine: VllmEngine) -> int:
-    return sum(cache.untyped_storage().nbytes() for cache in _caches(engine))
-
-
-def _caches(engine: VllmEngine) -> list[torch.Tensor]:
-    return engine._llm.model_executor.driver_worker.worker.model_runner.kv_caches  # pyright: ignore
+    runner = engine._llm.model_executor.driver_worker.worker.model_runner
+    return sum(cache.untyped_storage().nbytes() for cache in runner.kv_caches)
 
 
 def _updates(engine: VllmEngine, model: Any, seen: dict[str, Any]) -> None:

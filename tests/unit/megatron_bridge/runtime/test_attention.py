@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_bridge.runtime.attention import PackedAttention, pack, padded_batches
+from megatron_bridge.runtime.attention import PackedAttention, PackedSequences, pack, padded_batches
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 
@@ -36,24 +37,24 @@ def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return torch.einsum("hqk,khd->qhd", table, value).flatten(1)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 100))
-def test_packed_attention_equals_each_sequence_alone(lengths: list[int], seed: int) -> None:
+def _compare_with_each_alone(
+    packed: PackedSequences, sequences: Sequence[torch.Tensor], seed: int
+) -> None:
+    """Compare attention and its gradients with those of each sequence, given by its places, alone."""
     generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
+    total = int(torch.cat(list(sequences)).max()) + 1
     inputs = [
         torch.randn(total, heads, SIZE, generator=generator).requires_grad_()
         for heads in (HEADS, GROUPS, GROUPS)
     ]
     upstream = torch.randn(total, HEADS * SIZE, generator=generator)
     attention = PackedAttention(SimpleNamespace(multi_latent_attention=False))  # pyright: ignore
-    packed = pack(torch.tensor(lengths), _frequencies(), torch.float32)
     found = attention(*inputs, None, packed_seq_params=packed)
 
     doubles = [x.detach().double().requires_grad_() for x in inputs]
-    expected = torch.cat(
-        [_alone(*parts) for parts in zip(*(x.split(lengths) for x in doubles), strict=True)]
-    )
+    expected = torch.full((total, HEADS * SIZE), torch.nan, dtype=torch.float64)
+    for places in sequences:
+        expected = expected.index_copy(0, places, _alone(*(x[places] for x in doubles)))
     torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-4)
     found.backward(upstream)
     expected.backward(upstream.double())
@@ -61,39 +62,23 @@ def test_packed_attention_equals_each_sequence_alone(lengths: list[int], seed: i
         assert ours.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad.float(), atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 100))
+def test_packed_attention_equals_each_sequence_alone(lengths: list[int], seed: int) -> None:
+    packed = pack(torch.tensor(lengths), _frequencies(), torch.float32)
+    _compare_with_each_alone(packed, torch.arange(sum(lengths)).split(lengths), seed)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(5, 40), min_size=2, max_size=5), st.integers(1, 5))
 def test_shared_places_serve_each_of_their_sequences(lengths: list[int], common: int) -> None:
-    generator = torch.Generator().manual_seed(0)
     own = [length - common for length in lengths]
-    shared = torch.arange(common)
-    starts = common + torch.tensor([0, *own[:-1]]).cumsum(0)
-    places = [
-        torch.cat([shared, torch.arange(start, start + size)])
-        for start, size in zip(starts.tolist(), own, strict=True)
-    ]
-    total = common + sum(own)
-    inputs = [
-        torch.randn(total, heads, SIZE, generator=generator).requires_grad_()
-        for heads in (HEADS, GROUPS, GROUPS)
-    ]
-    upstream = torch.randn(total, HEADS * SIZE, generator=generator)
-    attention = PackedAttention(SimpleNamespace(multi_latent_attention=False))  # pyright: ignore
-    packed = pack(torch.tensor(lengths), _frequencies(), torch.float32, torch.cat(places))
-    found = attention(*inputs, None, packed_seq_params=packed)
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-    expected = torch.empty(total, HEADS * SIZE, dtype=torch.float64)
-    for place in places:
-        expected = expected.index_copy(0, place, _alone(*(x[place] for x in doubles)))
-    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-4)
-    found.backward(upstream)
-    expected.backward(upstream.double())
-    for ours, theirs in zip(inputs, doubles, strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(ours.grad, theirs.grad.float(), atol=1e-5, rtol=1e-4)
+    ranges = torch.arange(common, common + sum(own)).split(own)
+    sequences = [torch.cat([torch.arange(common), places]) for places in ranges]
+    packed = pack(torch.tensor(lengths), _frequencies(), torch.float32, torch.cat(sequences))
+    _compare_with_each_alone(packed, sequences, 0)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30))
